@@ -1,0 +1,1 @@
+"""Text in and out: the tokenizer, streamed decoding and stop strings."""
