@@ -1,0 +1,196 @@
+"""The Python interface: load a checkpoint, run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from k3.checkpoint.config import ModelConfig, stop_ids
+from k3.engine.engine import Engine
+from k3.engine.generation import DEFAULT_CHUNK, Generation, GenerationParams, RowsDone, Token
+from k3.engine.loading import LoadedEngine, LoadEvents, LoadOptions, load_engine
+from k3.engine.plan import MemoryPlan
+from k3.engine.report import RunReport
+from k3.engine.sampling import SamplingParams
+from k3.errors import K3Error, TokenizerError, UsageError
+from k3.kernels import F32Array
+from k3.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE, Tokenizer, load_tokenizer
+
+DEMO = "demo"
+"""The name of the embedded model wherever a checkpoint directory is expected."""
+
+
+def model_path(model: str | Path) -> Path:
+    """The directory of a checkpoint; the word `demo` means the one inside this package."""
+    return Path(__file__).parent / "data" / "demo" if str(model) == DEMO else Path(model)
+
+
+class Model:
+    """A loaded checkpoint. Use it as a context manager, or close it."""
+
+    def __init__(self, path: Path, loaded: LoadedEngine, tokenizer: Tokenizer | None) -> None:
+        self.path = path
+        self.engine: Engine = loaded.engine
+        self.config: ModelConfig = loaded.config
+        self.plan: MemoryPlan = loaded.plan
+        self._reader = loaded.reader
+        self._tokenizer = tokenizer
+        self._report: RunReport | None = None
+        self._stop_ids = stop_ids(path, loaded.config) | (tokenizer.stop_ids if tokenizer else frozenset())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the checkpoint's files. The model can't be used afterwards."""
+        self._reader.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer.
+
+        Raises:
+            TokenizerError: the tokenizer's files were not there when the model was loaded.
+        """
+        if self._tokenizer is None:
+            raise TokenizerError(
+                f"{self.path}: the tokenizer's files, {VOCABULARY_FILE} and {CONFIG_FILE}, are not there. "
+                "Put them beside the shards, or name their directory with --tok (`tokenizer=` in Python)."
+            )
+        return self._tokenizer
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a generation: those of the configs, and those that the tokenizer names."""
+        return self._stop_ids
+
+    def logits(self, ids: SequenceOf[int]) -> F32Array:
+        """The logits at every position: float32 [len(ids), vocab_size].
+
+        Raises:
+            UsageError: no ids, an unknown id, or more than the context holds.
+            InvalidGenerationError: a value was not finite, or an expert could not be read.
+        """
+        sequence = self.engine.new_sequence()
+        chunks = [ids[start : start + self.plan.chunk] for start in range(0, len(ids), self.plan.chunk)]
+        results = []
+        for chunk in chunks or [ids]:
+            [result] = self.engine.step([(sequence, chunk)], logits="all")
+            if isinstance(result, K3Error):
+                raise result
+            results.append(result)
+        return np.concatenate(results)
+
+    def generate(
+        self,
+        prompt: SequenceOf[int] | str,
+        max_new_tokens: int = 8,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: str | SequenceOf[str] | None = None,
+        ignore_eos: bool = False,
+    ) -> Iterator[Token]:
+        """Continue a prompt (ids, or text in which control tokens are text); tokens come as they are made.
+
+        Raises:
+            UsageError: a parameter is out of its range, or the prompt doesn't fit; raised at the call.
+            InvalidGenerationError: the ids so far must not be used.
+        """
+        params = GenerationParams(
+            max_new_tokens=max_new_tokens,
+            sampling=SamplingParams(temperature, top_p, top_k, seed),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            stop_ids=frozenset() if ignore_eos else self.stop_ids,
+            chunk=self.plan.chunk,
+        )
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return iter(self.start(ids, params))
+
+    def start(
+        self, ids: SequenceOf[int], params: GenerationParams, on_prompt: RowsDone = lambda *_: None
+    ) -> Generation:
+        """A generation to iterate over; its `report` is also this model's `report()`."""
+        generation = Generation(self.engine, self._tokenizer, ids, params, on_prompt)
+        self._report = generation.report
+        return generation
+
+    def report(self) -> RunReport:
+        """What the last generation gave and cost.
+
+        Raises:
+            UsageError: nothing was generated yet.
+        """
+        if self._report is None:
+            raise UsageError("there is no report before the first generation.")
+        return self._report
+
+
+def load(
+    path: str | Path,
+    *,
+    threads: int | None = None,
+    context: int | None = None,
+    chunk: int = DEFAULT_CHUNK,
+    layers: int | None = None,
+    config: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    with_tokenizer: bool = True,
+    isa: str | None = None,
+    events: LoadEvents | None = None,
+) -> Model:
+    """Load a checkpoint directory, or the embedded model under the name `demo`.
+
+    What fits in memory becomes resident; the rest is read when it is needed. No choice here changes a result's bits,
+    `layers` and `config` excepted.
+
+    Args:
+        path: the directory with `config.json` and the shards.
+        threads: threads that compute; None takes the physical cores, or K3_THREADS.
+        context: positions that a sequence has room for; None takes what memory allows, up to the model's limit.
+        chunk: prompt rows that share one step.
+        layers: binds the first layers only; the output is then not the model's.
+        config: a config file instead of the checkpoint's own.
+        tokenizer: another directory with the tokenizer's files. A checkpoint without them works on ids.
+        with_tokenizer: False looks for no tokenizer at all.
+        isa: the instruction set of the kernels; None takes the best, or K3_ISA.
+        events: is told of the plan and of the progress of loading.
+
+    Raises:
+        K3Error: see `k3.engine.loading.load_engine` and `k3.text.tokenizer.load_tokenizer`.
+    """
+    directory = model_path(path)
+    options = LoadOptions(threads, isa, chunk, context, layers, Path(config) if config else None)
+    loaded = load_engine(directory, options, events or LoadEvents())
+    try:
+        found = _find_tokenizer(directory, tokenizer, loaded.config.vocab_size) if with_tokenizer else None
+        return Model(directory, loaded, found)
+    except BaseException:
+        loaded.reader.close()
+        raise
+
+
+def _find_tokenizer(directory: Path, given: str | Path | None, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer that was asked for, or the checkpoint's own if it has one."""
+    if given is None and not any((directory / name).exists() for name in (VOCABULARY_FILE, CONFIG_FILE)):
+        return None
+    where = directory if given is None else model_path(given)
+    tokenizer = load_tokenizer(where)
+    if tokenizer.n_vocab != vocab_size:
+        raise TokenizerError(
+            f"{where}: this tokenizer has {tokenizer.n_vocab} ids, and the model's vocab_size is {vocab_size}. "
+            "Use the tokenizer's files that came with the checkpoint."
+        )
+    return tokenizer

@@ -1,0 +1,1 @@
+"""When things happen: weights and experts bound to storage, the step, generation, sampling, reports."""
