@@ -96,7 +96,7 @@ def _uniform(seed: int, position: int, choice: int = 0) -> float:
 
 
 def log_probabilities(ops: Kernels, logits: F32Array, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Log-probability of `ids[row]` under softmax(logits[row]), of raw logits float32 [rows, vocab_size]: float64 [rows].
+    """Log-probability of `ids[row]` by raw logits float32 [rows, vocab_size]: float64 [rows].
 
     Evaluated as (z − max) − log(Σ exp(z − max)): exponentials and logarithm in float32, the sum one after another
     in float64.

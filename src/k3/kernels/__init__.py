@@ -1,7 +1,7 @@
 """The arithmetic: pure functions on NumPy arrays with the same bits on every machine.
 
-`Kernels` chooses an instruction set at run time; no result depends on that choice, on the number of threads, or on
-which rows share a call.
+`Kernels` chooses an instruction set at run time; no result depends on that choice, on the number of threads,
+or on which rows share a call.
 """
 
 from k3.kernels.ops import Kernels, Routing

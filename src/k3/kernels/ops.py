@@ -1,9 +1,10 @@
 """The typed face of the native kernels.
 
-Formulas and their rounding order are those of the numeric contract: every multiply-add is one fused operation or two
-rounded ones as written, and a sum over elements runs in sixteen lanes (element e of a block of 32 goes to lane e // 2,
-even before odd) that are folded by +8, +4, +2, +1. All floats are float32. Two-dimensional inputs may have any row
-stride but contiguous columns. Results are new arrays unless `out` is given, which may itself be a slice of columns.
+Formulas and their rounding order are those of the numeric contract: every multiply-add is one fused
+operation or two rounded ones as written, and a sum over elements runs in sixteen lanes (element e of a block
+of 32 goes to lane e // 2, even before odd) that are folded by +8, +4, +2, +1. All floats are float32.
+Two-dimensional inputs may have any row stride but contiguous columns. Results are new arrays unless `out` is
+given, which may itself be a slice of columns of a larger array.
 
 Every method raises `ValueError` where a shape, an element type or a memory layout is not as documented.
 """
@@ -17,7 +18,7 @@ import numpy as np
 
 from k3.kernels import _native
 from k3.kernels.select import choose_isa, choose_threads
-from k3.kernels.weights import Bf16Weight, F32Array, F32Weight, Mxfp4Weight, Weight
+from k3.kernels.weights import F32Array, Mxfp4Weight, Weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,8 +43,9 @@ class _Elementwise(IntEnum):
 class Routing(NamedTuple):
     """The router's choice for T rows.
 
-    `ids` is int32 [T, k] in rank order, `weights` float32 [T, k] aligned with it, `finite` bool [T]: False where a
-    logit or a biased score of the row is not finite, and then its ids and weights mean nothing (ids are in range).
+    `ids` is int32 [T, k] in rank order, `weights` float32 [T, k] aligned with it, `finite` bool [T]: False where
+    a logit or a biased score of the row is not finite, and then its ids and weights mean nothing (the ids are in
+    range).
     """
 
     ids: npt.NDArray[np.int32]
@@ -52,13 +54,13 @@ class Routing(NamedTuple):
 
 
 class Kernels:
-    """One set of kernels with its own threads. Calls from several threads are safe and run one after another."""
+    """One set of kernels with its own threads. Calls from several threads are safe, one runs after another."""
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         """Chooses the instruction set and starts the threads.
 
         Args:
-            threads: threads that share a call, the caller included. None: `K3_THREADS`, else the physical cores.
+            threads: threads that share a call, the caller included. None: `K3_THREADS`, else one per core.
             isa: "scalar", "avx2", "avx512" or "neon". None: `K3_ISA`, else the best available.
 
         Raises:
@@ -78,7 +80,7 @@ class Kernels:
         return self._engine.threads
 
     def matmul(self, x: F32Array, w: Weight, out: F32Array | None = None) -> F32Array:
-        """x W^T: x [T, n], w [R, n] as stored, result [T, R]; each element is the contract's dot product."""
+        """Products x W^T: x [T, n], w [R, n] as stored -> [T, R], each element the contract's dot product."""
         _expect_ndim("x", x, 2)
         out = _result(out, (x.shape[0], w.rows))
         if isinstance(w, Mxfp4Weight):
@@ -88,7 +90,7 @@ class Kernels:
         return out
 
     def rms_norm(self, x: F32Array, weight: F32Array, eps: float, out: F32Array | None = None) -> F32Array:
-        """w (x r) with r = 1 / sqrt(sum x^2 / n + eps): x [T, n], weight [n] -> [T, n]."""
+        """Weighted norm w (x r) with r = 1 / sqrt(sum x^2 / n + eps): x [T, n], weight [n] -> [T, n]."""
         out = _result_like(out, x)
         self._engine.rms_norm(x, weight, eps, out)
         return out
@@ -103,8 +105,8 @@ class Kernels:
     ) -> F32Array:
         """Softmax mix of S sources [T, n] by the scores r_i dot(v_i, norm_weight * proj_weight) -> [T, n].
 
-        The scores' maximum is subtracted, the exponentials are summed in order, and the mix is a chain of fused
-        multiply-adds over the sources in order. `norm_weight` and `proj_weight` are [n].
+        The scores' maximum is subtracted, the exponentials are summed in order, and the mix is a chain of
+        fused multiply-adds over the sources in order. `norm_weight` and `proj_weight` are [n].
         """
         if not sources:
             raise ValueError("residual_mix needs at least one source.")
@@ -118,9 +120,7 @@ class Kernels:
         """((beta tanh(g / beta)) sigmoid(g)) (linear_beta tanh(u / linear_beta)): [T, n] twice -> [T, n]."""
         return self._map(_Elementwise.SITU, gate, up, out, beta, linear_beta)
 
-    def short_conv(
-        self, x: F32Array, taps: F32Array, tail: F32Array, out: F32Array | None = None
-    ) -> F32Array:
+    def short_conv(self, x: F32Array, taps: F32Array, tail: F32Array, out: F32Array | None = None) -> F32Array:
         """Causal convolution along rows, then a sigmoid(a): x [T, C], taps [W, C] oldest first -> [T, C].
 
         `tail` [W - 1, C] holds the inputs before x, oldest first, and is moved forward in place.
@@ -138,7 +138,7 @@ class Kernels:
         lower_bound: float,
         out: F32Array | None = None,
     ) -> F32Array:
-        """Decay exp(lower_bound sigmoid(exp(A) (z + b))): z [T, H D], a_log [H], dt_bias [H D] -> [T, H D]."""
+        """Decay exp(lower_bound sigmoid(exp(A) (z + b))): z [T, H D], a_log [H], dt_bias [H D]."""
         out = _result_like(out, z)
         self._engine.kda_gate(z, a_log, dt_bias, lower_bound, out)
         return out
@@ -160,11 +160,11 @@ class Kernels:
         return self._map(_Elementwise.SIGMOID, x, x, out)
 
     def gated(self, x: F32Array, gate: F32Array, out: F32Array | None = None) -> F32Array:
-        """x sigmoid(gate): [T, n] twice -> [T, n]."""
+        """Product x sigmoid(gate): [T, n] twice -> [T, n]."""
         return self._map(_Elementwise.GATED, x, gate, out)
 
     def add(self, a: F32Array, b: F32Array, out: F32Array | None = None) -> F32Array:
-        """a + b: [T, n] twice -> [T, n]."""
+        """Sum a + b: [T, n] twice -> [T, n]."""
         return self._map(_Elementwise.ADD, a, b, out)
 
     def kda_recurrence(
@@ -179,9 +179,9 @@ class Kernels:
     ) -> F32Array:
         """The gated delta rule, row after row: q, k, v, decay [T, H D], beta [T, H] -> outputs [T, H D].
 
-        `state` [H, D, D], indexed [head, key, value], is moved forward in place. Per row and head, with q and k divided
-        by sqrt(sum x^2 + 1e-6) and q times float32(D^-0.5): S' = d S; u = beta (v - S'^T k); S = S' + k u^T;
-        o = S^T q. `beta` is already a sigmoid and `decay` an exponential.
+        `state` [H, D, D], indexed [head, key, value], is moved forward in place. Per row and head, with q and k
+        times 1 / sqrt(sum x^2 + 1e-6) and q times float32(D^-0.5): S' = d S; u = beta (v - S'^T k);
+        S = S' + k u^T; o = S^T q. `beta` is already a sigmoid and `decay` an exponential.
         """
         out = _result_like(out, q)
         _expect_ndim("state", state, 3)
@@ -193,7 +193,7 @@ class Kernels:
     def kda_output(
         self, o: F32Array, weight: F32Array, gate: F32Array, eps: float, out: F32Array | None = None
     ) -> F32Array:
-        """((o r) w) sigmoid(g) with r = 1 / sqrt(sum o^2 / D + eps) per head: o, gate [T, H D], weight [D]."""
+        """((o r) w) sigmoid(g), r = 1 / sqrt(sum o^2 / D + eps) per head: o, gate [T, H D], weight [D]."""
         out = _result_like(out, o)
         self._engine.kda_output(o, weight, gate, eps, out)
         return out
@@ -201,7 +201,7 @@ class Kernels:
     def mla_attention(
         self,
         q: F32Array,
-        kv_b: F32Weight | Bf16Weight,
+        kv_b: Weight,
         cache: F32Array,
         start: int,
         heads: int,
@@ -214,7 +214,7 @@ class Kernels:
 
         Args:
             q: [T, heads (nope + rope)].
-            kv_b: [heads (nope + v_dim), kv_lora]; per head the rows of W_k, then those of W_v.
+            kv_b: F32Weight or Bf16Weight [heads (nope + v_dim), kv_lora]; per head W_k's rows, then W_v's.
             cache: [P >= start + T, kv_lora + rope], the rows of this call included.
             start: position of row 0; row t attends to positions 0 .. start + t.
             heads: number of heads.
@@ -224,17 +224,17 @@ class Kernels:
             out: where to put the result.
         """
         _expect_ndim("q", q, 2)
+        if isinstance(kv_b, Mxfp4Weight):
+            raise ValueError("kv_b is an MXFP4 matrix: latent attention multiplies float32 or bfloat16 ones only.")
         out = _result(out, (q.shape[0], heads * v_dim))
         self._engine.mla_attention(q, kv_b.data, cache, start, heads, nope, v_dim, scale, out)
         return out
 
-    def route(
-        self, logits: F32Array, bias: F32Array, top_k: int, scaling: float, renormalize: bool
-    ) -> Routing:
+    def route(self, logits: F32Array, bias: F32Array, top_k: int, scaling: float, renormalize: bool) -> Routing:
         """Top-k experts by sigmoid(logit) + bias, ties to the lower id: logits [T, E], bias [E].
 
-        A weight is the score without bias, divided by (the sum of the chosen scores in ascending id + 1e-20) where
-        `renormalize` and k > 1, then times `scaling`.
+        A weight is the score without bias, divided by (the sum of the chosen scores in ascending id + 1e-20)
+        where `renormalize` and k > 1, then times `scaling`.
         """
         _expect_ndim("logits", logits, 2)
         rows = logits.shape[0]
@@ -245,9 +245,7 @@ class Kernels:
         self._engine.route(logits, bias, top_k, scaling, renormalize, ids, weights, finite)
         return Routing(ids, weights, finite)
 
-    def accumulate_experts(
-        self, outputs: F32Array, weights: F32Array, out: F32Array | None = None
-    ) -> F32Array:
+    def accumulate_experts(self, outputs: F32Array, weights: F32Array, out: F32Array | None = None) -> F32Array:
         """Weighted sum over experts in the order given: outputs [T, k, n], weights [T, k] -> [T, n]."""
         _expect_ndim("outputs", outputs, 3)
         out = _result(out, (outputs.shape[0], outputs.shape[2]))
@@ -255,7 +253,7 @@ class Kernels:
         return out
 
     def argmax(self, logits: F32Array) -> npt.NDArray[np.int64]:
-        """Column of each row's largest value, the lowest one of equals; -1 where the row holds a NaN: [T, V] -> [T]."""
+        """Column of each row's largest value, the lowest of equals; -1 where there is a NaN: [T, V] -> [T]."""
         _expect_ndim("logits", logits, 2)
         ids = np.empty(logits.shape[0], np.int64)
         self._engine.argmax(logits, ids)
@@ -269,7 +267,7 @@ class Kernels:
         return finite
 
     def measure_fma_peak(self) -> float:
-        """Float32 multiply-adds per second of one core with this instruction set, in a loop of nothing else."""
+        """Float32 multiply-adds per second of one core with this instruction set, doing nothing else."""
         return self._engine.fma_rate()
 
     def measure_read_bandwidth(self, buffer: npt.NDArray[np.uint8], *, all_threads: bool = False) -> float:

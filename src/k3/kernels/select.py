@@ -37,13 +37,13 @@ def choose_isa(isa: str | None) -> str:
     if name not in available:
         raise MachineError(
             f"The instruction set {name} asked for in {source} is not available here: this machine and this "
-            f"build run {', '.join(available)}. Ask for one of these or leave it out; results are the same bits."
+            f"build run {', '.join(available)}. Ask for one of these or leave it out; the bits are the same."
         )
     return name
 
 
 def choose_threads(threads: int | None) -> int:
-    """The number of threads: the argument, else `K3_THREADS`, else one per physical core this process may use.
+    """The number of threads: the argument, else `K3_THREADS`, else one per core this process may use.
 
     Raises:
         UsageError: not a whole number from 1 to 1024.
@@ -63,7 +63,7 @@ def choose_threads(threads: int | None) -> int:
 def _checked(value: int, text: str, source: str) -> int:
     if not 1 <= value <= MAX_THREADS:
         raise UsageError(
-            f"{source[0].upper()}{source[1:]} is {text!r}: expected a whole number of threads from 1 to {MAX_THREADS}."
+            f"{source[0].upper()}{source[1:]} is {text!r}: expected a number of threads from 1 to {MAX_THREADS}."
         )
     return value
 

@@ -56,7 +56,7 @@ class Bf16Weight:
 class Mxfp4Weight:
     """A packed MXFP4 matrix.
 
-    `packed` is uint8 [rows, cols / 2]: element i of a row is nibble i % 2 of byte i // 2, the low nibble first.
+    `packed` is uint8 [rows, cols / 2]: element i of a row is nibble i % 2 of byte i // 2, low nibble first.
     `scales` is uint8 [rows, cols / 32]: E8M0 exponents, value 2^(byte - 127), 255 is NaN.
     """
 

@@ -60,7 +60,7 @@ class Kda:
         )
 
     def __call__(self, ops: Kernels, weights: LayerWeights, x: F32Array, batch: Batch) -> F32Array:
-        """Run the rows `x`, float32 [rows, hidden_size] (normed), to [rows, hidden_size]; the states in `batch` advance."""
+        """From normed rows float32 [rows, hidden_size] to [rows, hidden_size]; the states in `batch` advance."""
         kda = self.config.linear_attn_config
         width = kda.projection_size
 

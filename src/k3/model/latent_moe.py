@@ -20,8 +20,8 @@ _SCOPE = "block_sparse_moe"
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
-    """The chosen experts of each row.
+class Dispatch:
+    """Where each row goes.
 
     `ids` is int32 [rows, top_k] in router-rank order. `slots` gives, in the same order, each expert's place among
     the row's ids in ascending order, `weights` float32 [rows, top_k] stands in that ascending order.
@@ -32,7 +32,7 @@ class Routing:
     weights: F32Array
 
     @classmethod
-    def of(cls, ids: npt.NDArray[np.int32], weights: F32Array) -> Routing:
+    def of(cls, ids: npt.NDArray[np.int32], weights: F32Array) -> Dispatch:
         order = np.argsort(ids, axis=1)
         return cls(ids, np.argsort(order, axis=1), np.take_along_axis(weights, order, axis=1))
 
@@ -63,7 +63,7 @@ class LatentMoe:
     def __call__(
         self, ops: Kernels, weights: LayerWeights, experts: ExpertSource, x: F32Array, batch: Batch
     ) -> F32Array:
-        """Run the rows `x`, float32 [rows, hidden_size] (normed), to [rows, hidden_size]; rows that fail are marked in `batch`."""
+        """From normed rows float32 [rows, hidden_size] to [rows, hidden_size]; failures are marked in `batch`."""
         c = self.config
         routing = self._route(ops, weights, x, batch)
         arriving = experts.fetch(self.layer, routing.ids)
@@ -77,7 +77,7 @@ class LatentMoe:
             y = self.routed_norm(ops, y)
         return ops.add(linear(ops, weights, f"{_SCOPE}.routed_expert_up_proj.weight", y, c.hidden_size), shared)
 
-    def _route(self, ops: Kernels, weights: LayerWeights, x: F32Array, batch: Batch) -> Routing:
+    def _route(self, ops: Kernels, weights: LayerWeights, x: F32Array, batch: Batch) -> Dispatch:
         c = self.config
         logits = linear(ops, weights, f"{_SCOPE}.gate.weight", x, c.num_experts)
         ids, expert_weights, finite = ops.route(
@@ -86,13 +86,13 @@ class LatentMoe:
         batch.fail(
             ~finite, NonFiniteError(f"layer {self.layer}: a router score is not finite, so no expert can be chosen.")
         )
-        return Routing.of(ids, expert_weights)
+        return Dispatch.of(ids, expert_weights)
 
     def _run_experts(
         self,
         ops: Kernels,
         arriving: Iterator[Expert | UnreadableExpert],
-        routing: Routing,
+        routing: Dispatch,
         z: F32Array,
         batch: Batch,
     ) -> F32Array:

@@ -36,7 +36,7 @@ class Mla:
         return cls(layer, config, norm("q_a_layernorm"), norm("kv_a_layernorm"))
 
     def __call__(self, ops: Kernels, weights: LayerWeights, x: F32Array, batch: Batch) -> F32Array:
-        """Run the rows `x`, float32 [rows, hidden_size] (normed), to [rows, hidden_size]; the caches in `batch` grow."""
+        """From normed rows float32 [rows, hidden_size] to [rows, hidden_size]; the caches in `batch` grow."""
         c = self.config
         heads, rank, rope_dim = c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim
 

@@ -92,7 +92,7 @@ class Transformer:
             if kept is not None:
                 stream.keep(kept)
             if not len(batch):
-                break
+                return np.empty((0, self.config.hidden_size), np.float32)
         return self._output_residual(ops, stream)
 
     def logits(self, ops: Kernels, hidden: F32Array) -> F32Array:

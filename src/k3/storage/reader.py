@@ -84,7 +84,7 @@ class Reader:
 
     def _fill(self, path: Path, offset: int, out: npt.NDArray[np.uint8]) -> None:
         descriptor = self._open(path)
-        view = memoryview(out)
+        view = out.data
         done = 0
         while done < len(view):
             count = os.preadv(descriptor, [view[done : done + _LARGEST_READ]], offset + done)

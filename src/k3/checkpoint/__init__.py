@@ -1,0 +1,1 @@
+"""What is on disk: config, shard headers, tensor index, layout. Reads headers, never weights."""
