@@ -79,3 +79,16 @@ def edit_shard(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def shard_of(model_dir: Path, number: int) -> Path:
     """The shard with this number (from one)."""
     return next(model_dir.glob(f"model-{number:05}-of-*.safetensors"))
+
+
+def edit_tensor(model_dir: Path, name: str, dtype: str, change: Callable[[Any], object]) -> None:
+    """Change a tensor's values (raw bits for bf16: `<u2`) in whatever shard holds it."""
+    import numpy as np
+
+    weight_map = json.loads((model_dir / "model.safetensors.index.json").read_bytes())["weight_map"]
+    path = model_dir / weight_map[name]
+    header, data = read_shard(path)
+    begin, end = header[name]["data_offsets"]
+    values = np.frombuffer(data[begin:end], dtype).copy()
+    change(values)
+    write_shard(path, header, data[:begin] + values.tobytes() + data[end:])

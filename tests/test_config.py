@@ -116,9 +116,7 @@ def test_whole_numbers_serve_as_numbers() -> None:
     assert isinstance(config.activation_situ_beta, float)
 
 
-@pytest.mark.parametrize(
-    "name", [*COUNTS, *NUMBERS, *FLAGS, *ONLY, "linear_attn_config", "quantization_config"]
-)
+@pytest.mark.parametrize("name", [*COUNTS, *NUMBERS, *FLAGS, *ONLY, "linear_attn_config", "quantization_config"])
 def test_missing_field(name: str) -> None:
     message = refusal(without(("text_config", name)))
     assert f"text_config.{name}: expected" in message
@@ -418,11 +416,7 @@ def test_files_that_cannot_be_configs(tmp_path: Path) -> None:
 
 
 def test_repeated_keys_are_read_as_the_decoder_does(tmp_path: Path) -> None:
-    raw = (
-        (TINY_C / "config.json")
-        .read_bytes()
-        .replace(b'"hidden_size": 96', b'"hidden_size": 7, "hidden_size": 96')
-    )
+    raw = (TINY_C / "config.json").read_bytes().replace(b'"hidden_size": 96', b'"hidden_size": 7, "hidden_size": 96')
     path = tmp_path / "config.json"
     path.write_bytes(raw)
     assert ModelConfig.read(path) == ModelConfig.read(TINY_C / "config.json")

@@ -102,7 +102,6 @@ def first_numbers(keys: Keys) -> npt.NDArray[np.int64]:
 
 
 def _pack(template: int, numbers: Sequence[str]) -> int:
-    key = template
-    for place in range(_NUMBERS):
-        key = key << _NUMBER_BITS | (int(numbers[place]) if place < len(numbers) else 0)
-    return key
+    for number in numbers:
+        template = template << _NUMBER_BITS | int(number)
+    return template << _NUMBER_BITS * (_NUMBERS - len(numbers))
