@@ -120,13 +120,13 @@ def _mla_layer() -> Arrays:
     return {"y": reference.mla_layer(x, w, 6, 24), "k": k.swapaxes(0, 1), "v": v.swapaxes(0, 1)}
 
 
-def _settings(top_k: int, scaling: float = 1.0) -> reference.MoeSettings:
+def moe_settings(top_k: int, scaling: float = 1.0) -> reference.MoeSettings:
     return reference.MoeSettings(top_k, True, scaling, True, 4.0, 25.0, 1e-5)
 
 
 def _router() -> Arrays:
     x, weight, bias = (wide_floats(f"router.{name}") for name in ("x", "weight", "bias"))
-    plain, scaled = (reference.router(x, weight, bias, _settings(6, scaling)) for scaling in (1.0, 2.5))
+    plain, scaled = (reference.router(x, weight, bias, moe_settings(6, scaling)) for scaling in (1.0, 2.5))
     return {"ids": plain[0], "w_s1": plain[1], "w_s2.5": scaled[1]}
 
 
@@ -152,7 +152,7 @@ def _matvec() -> Arrays:
 
 
 def _moe_layer() -> Arrays:
-    return {"y": reference.latent_moe(wide_floats("moe_layer.x"), weights("moe_layer"), _settings(5))[0]}
+    return {"y": reference.latent_moe(wide_floats("moe_layer.x"), weights("moe_layer"), moe_settings(5))[0]}
 
 
 OPS: dict[str, Callable[[], Arrays]] = {

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from conftest import TINY_A, TINY_C
 from safetensors.numpy import load_file
 
 import k3
+from conftest import TINY_A, TINY_C
 from k3.kernels import Kernels
 from k3.model.attention_residual import AttentionResidual, ResidualStream
 from k3.model.kda import Kda

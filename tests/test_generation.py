@@ -6,9 +6,9 @@ import hashlib
 
 import numpy as np
 import pytest
-from conftest import TINY_C
 
 import k3
+from conftest import TINY_C
 from k3.errors import TokenizerError, UsageError
 
 PROMPT = [84, 104, 101]
@@ -146,9 +146,8 @@ def test_without_tokenizer_files_there_are_ids_only():
             _ = model.tokenizer
         with pytest.raises(UsageError, match="--tok"):
             model.generate([1], stop="x")
-        with pytest.raises(UsageError, match="no report"):
-            with k3.load("demo", context=8) as fresh:
-                fresh.report()
+        with pytest.raises(UsageError, match="no report"), k3.load("demo", context=8) as fresh:
+            fresh.report()
 
 
 def test_a_tokenizer_of_another_size_is_refused(model):
@@ -167,7 +166,9 @@ def test_fewer_layers_need_only_their_shards(checkpoint):
         k3.load(checkpoint, layers=3)
 
 
-@pytest.mark.parametrize("settings", [{"layers": 0}, {"layers": 10}, {"context": 1}, {"context": 1 << 40}, {"chunk": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"layers": 0}, {"layers": 10}, {"context": 1}, {"context": 1 << 40}, {"chunk": 0}]
+)
 def test_load_options_out_of_range(settings):
     with pytest.raises(UsageError, match="expected"):
         k3.load(TINY_C, **settings)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import TINY_A
 
 import k3
+from conftest import TINY_A
 from k3.checkpoint.specs import HEAD
 from k3.engine.weights import Trunk
 from k3.errors import (
@@ -59,7 +59,12 @@ def test_last_is_the_last_of_all(engine):
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [([], "at least one token"), ([1024], "not in the vocabulary"), ([-1], "not in the vocabulary"), ([1] * 65, "context")],
+    [
+        ([], "at least one token"),
+        ([1024], "not in the vocabulary"),
+        ([-1], "not in the vocabulary"),
+        ([1] * 65, "context"),
+    ],
 )
 def test_a_step_that_cannot_run_changes_nothing(engine, ids, message):
     a, b = engine.new_sequence(), engine.new_sequence()
@@ -254,9 +259,7 @@ def test_weights_are_asked_for_in_the_order_of_the_layout(path, monkeypatch):
         monkeypatch.setattr(Trunk, "layer", lambda self, index: Enter(layer(self, index), index))
         monkeypatch.setattr(Trunk, "head", lambda self: Enter(head(self), "head"))
         alone(model.engine, IDS)
-    expected = [
-        (at.index, spec.local) for at in layout.layers for spec in at.specs if spec.role == "matrix"
-    ]
+    expected = [(at.index, spec.local) for at in layout.layers for spec in at.specs if spec.role == "matrix"]
     assert asked == [*expected, ("head", HEAD)]
 
 
