@@ -472,4 +472,4 @@ def test_full_shape(tmp_path: Path) -> None:
     assert abs(figures["trunk_bytes"] - (108.81e9 + 2.35e9)) < 0.02e9
     assert figures["index_bytes"] < 12e6
     assert figures["peak_bytes"] < 400e6
-    assert figures["open_s"] + figures["bind_s"] < 20  # 3 on an idle core
+    assert figures["open_s"] + figures["bind_s"] < 20  # measured: 3.2 to 4.6 on a shared core

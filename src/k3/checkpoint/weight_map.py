@@ -1,6 +1,6 @@
 """`model.safetensors.index.json`: which shard holds which tensor, and whether the shards agree.
 
-The map is turned into two columns at once, and its strings are dropped: they are ten times as large.
+The map is turned into two columns at once, and its strings are dropped: they are far larger.
 """
 
 from __future__ import annotations
