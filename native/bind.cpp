@@ -57,7 +57,7 @@ void expect(const Array& a, const std::string& name, const Shape& shape, size_t 
   for (size_t i = 0; same && i < shape.size(); ++i) same = shape[i] == kAny || shape[i] == found[i];
   if (!same) throw nb::value_error((name + " has shape " + text(found) + ", expected " + text(shape) + ".").c_str());
   int64_t step = 1;
-  for (size_t i = a.ndim(); i-- > dense_from; step *= size_at(a, i)) {
+  for (size_t i = a.ndim(); a.size() > 0 && i-- > dense_from; step *= size_at(a, i)) {
     if (size_at(a, i) > 1 && a.stride(i) != step)
       throw nb::value_error((name + " must be contiguous " + (dense_from == 0 ? "throughout." : "along its last axis."))
                                 .c_str());

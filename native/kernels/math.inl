@@ -83,7 +83,7 @@ K3_INLINE F16 log16(F16 x) {
   y = fma(k, set(kLn2High), add(f, y));
   y = pick(lt(zero(), x), y, set(-kInfinity));
   y = pick(lt(x, zero()), set(__builtin_nanf("")), y);
-  return pick(not_le(x, set(3.40282347e38f)), x, y);  // infinity and NaN are their own logarithms
+  return pick(not_le(x, set(3.40282347e38f)), add(x, x), y);  // infinity and NaN stay what they are
 }
 
 K3_INLINE float exp1(float x) {

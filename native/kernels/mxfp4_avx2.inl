@@ -66,6 +66,8 @@ K3_INLINE void pair_tile(const RowPair* pair, const uint8_t* table, const float*
       const uint8_t* table0 = table + 32 * pair[p].scales[0][b];
       const uint8_t* table1 = table + 32 * pair[p].scales[1][b];
       const __m256i low = two_halves(table0, table1), high = two_halves(table0 + 16, table1 + 16);
+      prefetch(pair[p].packed[0] + 16 * b + 2 * P * 16 * blocks);
+      prefetch(pair[p].packed[1] + 16 * b + 2 * P * 16 * blocks);
       const __m256i bytes = two_halves(pair[p].packed[0] + 16 * b, pair[p].packed[1] + 16 * b);
       const __m256i even = _mm256_and_si256(bytes, nibble);
       const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble);
