@@ -150,7 +150,7 @@ def test_without_tokenizer_files_there_are_ids_only():
             fresh.report()
 
 
-def test_a_tokenizer_of_another_size_is_refused(model):
+def test_a_tokenizer_of_another_size_is_refused():
     with pytest.raises(TokenizerError, match="1024 ids, and the model's vocab_size is 272"):
         k3.load(TINY_C, tokenizer="demo")
 
