@@ -1,5 +1,7 @@
 // The one dot product: blocks of 32, sixteen accumulators, even elements before odd ones, a fixed fold.
 
+inline int64_t at_most(int64_t n, int64_t limit) { return n < limit ? n : limit; }
+
 // The last cols % 32 elements of a row, padded with zeros to a block.
 K3_INLINE void pair_tail(const float* p, int64_t count, F16& even, F16& odd) {
   float block[32] = {};
@@ -148,15 +150,17 @@ K3_INLINE void dot_tile(const Row* row, const float* x, int64_t cols, float (*su
 template <class Weights, int R, int T>
 void dot_rows_by(const Weights& weights, int64_t begin, int64_t end, const float* x, int64_t cols, OutRows out) {
   using Row = decltype(weights.row(0));
-  int64_t r0 = begin;
-  for (; r0 + R <= end; r0 += R) {
+  // R rows far apart: each continues where the last one before it ended, a stream that the processor reads ahead.
+  const int64_t apart = (end - begin) / R;
+  for (int64_t i = begin; i < begin + apart; ++i) {
     Row row[R];
     float sum[T][R];
-    for (int r = 0; r < R; ++r) row[r] = weights.row(r0 + r);
+    for (int r = 0; r < R; ++r) row[r] = weights.row(i + r * apart);
     dot_tile<Row, R, T>(row, x, cols, sum);
     for (int t = 0; t < T; ++t)
-      for (int r = 0; r < R; ++r) out.data[t * out.stride + r0 + r] = sum[t][r];
+      for (int r = 0; r < R; ++r) out.data[t * out.stride + i + r * apart] = sum[t][r];
   }
+  int64_t r0 = begin + apart * R;
   for (; r0 < end; ++r0) {
     const Row row = weights.row(r0);
     float sum[T][1];
@@ -194,7 +198,7 @@ struct Bf16Rows {
 K3_INLINE void pack_row(const float* x, int64_t cols, float* tile, int64_t t, int64_t rows_in_tile) {
   F16 even, odd;
   for (int64_t i = 0; i < cols; i += 32) {
-    pairs_at(x + i, cols - i < 32 ? cols - i : 32, even, odd);
+    pairs_at(x + i, at_most(cols - i, 32), even, odd);
     float* to = tile + (i / 32 * rows_in_tile + t) * 32;
     store(to, even);
     store(to + 16, odd);

@@ -28,7 +28,7 @@ void pack(const void* p, int64_t begin, int64_t end, float*) {
   const int64_t blocks = (a.cols + 31) / 32;
   for (int64_t tile = begin; tile < end; ++tile) {
     const int64_t t0 = tile * kXTile;
-    const int64_t count = a.rows - t0 < kXTile ? a.rows - t0 : kXTile;
+    const int64_t count = at_most(a.rows - t0, kXTile);
     float* to = a.packed + t0 * blocks * 32;
     for (int64_t t = 0; t < count; ++t) {
       const float* x = a.x.data + (t0 + t) * a.x.stride;
@@ -47,9 +47,9 @@ void matmul(const void* p, int64_t begin, int64_t end, float*) {
   const int64_t fit = kBlockBytes / row_bytes(a.w) / 4 * 4;
   const int64_t step = fit < 4 ? 4 : fit;
   for (int64_t r0 = begin; r0 < end; r0 += step) {
-    const int64_t r1 = end - r0 < step ? end : r0 + step;
+    const int64_t r1 = at_most(r0 + step, end);
     for (int64_t t0 = 0; t0 < a.x_rows; t0 += kXTile) {
-      const int64_t count = a.x_rows - t0 < kXTile ? a.x_rows - t0 : kXTile;
+      const int64_t count = at_most(a.x_rows - t0, kXTile);
       multiply_rows(a.w, r0, r1, a.packed + t0 * blocks * 32, count,
                     {a.out.data + t0 * a.out.stride, a.out.stride});
     }

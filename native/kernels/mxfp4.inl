@@ -1,14 +1,15 @@
 // MXFP4 rows for the dot product. A table holds the sixteen values of the codes under each scale byte, exactly.
 
+constexpr int64_t kMxfp4Ahead = 1024;  // bytes read ahead in each of the rows' streams
+
 struct Mxfp4Row {
   const uint8_t* packed;
   const uint8_t* scales;
   const float* table;
-  int64_t ahead;  // bytes to the same place of the next rows to come
 
 #ifdef K3_AVX512
   K3_INLINE void block(int64_t b, F16& even, F16& odd) const {
-    prefetch(packed + 16 * b + ahead);
+    prefetch(packed + 16 * b + kMxfp4Ahead);
     const __m512 values = _mm512_load_ps(table + 16 * scales[b]);
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed + 16 * b));
     const __m512i codes = _mm512_cvtepu8_epi32(bytes);
@@ -38,6 +39,6 @@ struct Mxfp4Rows {
   const float* table;
   int64_t cols;
   K3_INLINE Mxfp4Row row(int64_t r) const {
-    return {packed + r * (cols / 2), scales + r * (cols / 32), table, 4 * (cols / 2)};
+    return {packed + r * (cols / 2), scales + r * (cols / 32), table};
   }
 };

@@ -66,8 +66,8 @@ K3_INLINE void pair_tile(const RowPair* pair, const uint8_t* table, const float*
       const uint8_t* table0 = table + 32 * pair[p].scales[0][b];
       const uint8_t* table1 = table + 32 * pair[p].scales[1][b];
       const __m256i low = two_halves(table0, table1), high = two_halves(table0 + 16, table1 + 16);
-      prefetch(pair[p].packed[0] + 16 * b + 2 * P * 16 * blocks);
-      prefetch(pair[p].packed[1] + 16 * b + 2 * P * 16 * blocks);
+      prefetch(pair[p].packed[0] + 16 * b + kMxfp4Ahead);
+      prefetch(pair[p].packed[1] + 16 * b + kMxfp4Ahead);
       const __m256i bytes = two_halves(pair[p].packed[0] + 16 * b, pair[p].packed[1] + 16 * b);
       const __m256i even = _mm256_and_si256(bytes, nibble);
       const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble);
@@ -99,18 +99,20 @@ K3_INLINE void pair_tile(const RowPair* pair, const uint8_t* table, const float*
 template <int P, int T>
 void mxfp4_rows_by(const Matrix& w, int64_t begin, int64_t end, const float* x, int64_t x_rows, OutRows out) {
   const int64_t blocks = w.cols / 32;
-  for (int64_t r0 = begin; r0 < end; r0 += 2 * P) {
+  // Rows far apart, as in dot_rows_by. The last of them may pass the end: the last row is then computed again.
+  const int64_t apart = (end - begin + 2 * P - 1) / (2 * P);
+  for (int64_t r0 = begin; r0 < begin + apart; ++r0) {
     RowPair pair[P];
     float sum[T][2 * P];
-    // Behind the last row the last one is computed again and dropped.
+    int64_t row[2 * P];
     for (int i = 0; i < 2 * P; ++i) {
-      const int64_t r = r0 + i < end ? r0 + i : end - 1;
-      pair[i / 2].packed[i % 2] = static_cast<const uint8_t*>(w.data) + r * blocks * 16;
-      pair[i / 2].scales[i % 2] = w.scales + r * blocks;
+      row[i] = at_most(r0 + i * apart, end - 1);
+      pair[i / 2].packed[i % 2] = static_cast<const uint8_t*>(w.data) + row[i] * blocks * 16;
+      pair[i / 2].scales[i % 2] = w.scales + row[i] * blocks;
     }
     pair_tile<P, T>(pair, w.byte_table, x, x_rows, blocks, sum);
     for (int t = 0; t < T; ++t)
-      for (int i = 0; i < 2 * P && r0 + i < end; ++i) out.data[t * out.stride + r0 + i] = sum[t][i];
+      for (int i = 0; i < 2 * P; ++i) out.data[t * out.stride + row[i]] = sum[t][i];
   }
 }
 

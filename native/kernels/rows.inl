@@ -1,7 +1,5 @@
 // Element by element, norms, the residual mix, sums over experts.
 
-inline int64_t at_most(int64_t n, int64_t limit) { return n < limit ? n : limit; }
-
 // Applies f(column, count) to whole and part vectors of columns [begin, end).
 template <class F>
 K3_INLINE void for_columns(int64_t begin, int64_t end, F f) {

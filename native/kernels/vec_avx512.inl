@@ -65,4 +65,4 @@ K3_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p
 constexpr int kXTile = 8;
 constexpr int kColumnVectors = 8;
 // Thirty-two registers: one accumulator per (weight row, x row), two decoded halves per weight row.
-constexpr int dot_rows(int x_rows) { return x_rows <= 4 ? 4 : x_rows <= 6 ? 3 : 2; }
+constexpr int dot_rows(int x_rows) { return x_rows <= 5 ? 4 : 3; }
