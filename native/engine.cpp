@@ -79,8 +79,10 @@ Matrix Engine::mxfp4(const uint8_t* packed, const uint8_t* scales, int64_t rows,
 }
 
 void Engine::run(RangeFn fn, const void* args, int64_t items, double nanoseconds, int64_t scratch, int64_t multiple) {
-  const auto fit = static_cast<int64_t>(kGrainNanoseconds / std::max(nanoseconds, 0.1));
-  const int64_t grain = ceil_div(std::clamp<int64_t>(fit, 1, std::max<int64_t>(items, 1)), multiple) * multiple;
+  const auto least = static_cast<int64_t>(kGrainNanoseconds / std::max(nanoseconds, 0.1));
+  // Long runs of rows are read faster; a sixteenth of a thread's share still evens out the end.
+  const int64_t wanted = std::max<int64_t>({least, items / (16 * pool_.threads()), 1});
+  const int64_t grain = ceil_div(std::min(wanted, std::max<int64_t>(items, 1)), multiple) * multiple;
   pool_.run({fn, args, items, grain, scratch});
 }
 
