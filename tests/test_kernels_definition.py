@@ -70,12 +70,15 @@ def test_matmul_mxfp4(ops: Kernels, rng: np.random.Generator, groups: int, rows:
     assert_same_bits(ops.matmul(x, Mxfp4Weight(packed, scales)), define.dot(x[:, None], wide[None]))
 
 
-def test_padding_is_executed(ops: Kernels) -> None:
-    """A lane that holds -0 turns into +0 where a padding zero is multiplied in, and only there."""
-    tiny = np.float32(1e-30)
-    for n in (1, 2, 32):
-        x, w = np.full((1, n), -tiny), np.full((1, n), tiny)
-        assert_same_bits(ops.matmul(x, F32Weight(w)), define.dot(x[:, None], w[None]))
+@pytest.mark.parametrize(("n", "negative"), [(32, True), (33, False), (63, False), (64, True)])
+def test_padding_is_executed(ops: Kernels, n: int, negative: bool) -> None:
+    """Products that vanish leave -0 in every lane; a padding zero multiplied in makes +0 of it."""
+    x, w = np.full((1, n), -1e-30, np.float32), np.full((3, n), 1e-30, np.float32)
+    for weight in (F32Weight(w), Bf16Weight(define.to_bf16(w))):
+        got = ops.matmul(x, weight)
+        assert (got == 0).all()
+        assert (np.signbit(got) == negative).all()
+    assert_same_bits(ops.matmul(x, F32Weight(w)), define.dot(x[:, None], w[None]))
 
 
 @pytest.mark.parametrize("n", [1, 16, 31, 33, 40, 200])
