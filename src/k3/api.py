@@ -13,7 +13,7 @@ import numpy as np
 from k3.checkpoint.config import ModelConfig, stop_ids
 from k3.engine.engine import Engine
 from k3.engine.generation import DEFAULT_CHUNK, Generation, GenerationParams, RowsDone, Token
-from k3.engine.loading import LoadedEngine, LoadEvents, LoadOptions, load_engine
+from k3.engine.loading import LoadedEngine, LoadEvents, LoadOptions, load_engine, read_config
 from k3.engine.plan import MemoryPlan
 from k3.engine.report import RunReport
 from k3.engine.sampling import SamplingParams
@@ -33,7 +33,7 @@ def model_path(model: str | Path) -> Path:
 class Model:
     """A loaded checkpoint. Use it as a context manager, or close it."""
 
-    def __init__(self, path: Path, loaded: LoadedEngine, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, path: Path, loaded: LoadedEngine, tokenizer: Tokenizer | None, stop_ids: frozenset[int]) -> None:
         self.path = path
         self.engine: Engine = loaded.engine
         self.config: ModelConfig = loaded.config
@@ -41,7 +41,7 @@ class Model:
         self._reader = loaded.reader
         self._tokenizer = tokenizer
         self._report: RunReport | None = None
-        self._stop_ids = stop_ids(path, loaded.config) | (tokenizer.stop_ids if tokenizer else frozenset())
+        self._stop_ids = stop_ids
 
     def __enter__(self) -> Self:
         return self
@@ -173,13 +173,11 @@ def load(
     """
     directory = model_path(path)
     options = LoadOptions(threads, isa, chunk, context, layers, Path(config) if config else None)
-    loaded = load_engine(directory, options, events or LoadEvents())
-    try:
-        found = _find_tokenizer(directory, tokenizer, loaded.config.vocab_size) if with_tokenizer else None
-        return Model(directory, loaded, found)
-    except BaseException:
-        loaded.reader.close()
-        raise
+    # What is small and can be wrong comes before the weights, which may take minutes.
+    settings = read_config(directory, options.config)
+    found = _find_tokenizer(directory, tokenizer, settings.vocab_size) if with_tokenizer else None
+    ends = stop_ids(directory, settings) | (found.stop_ids if found else frozenset())
+    return Model(directory, load_engine(directory, options, events or LoadEvents()), found, ends)
 
 
 def _find_tokenizer(directory: Path, given: str | Path | None, vocab_size: int) -> Tokenizer | None:

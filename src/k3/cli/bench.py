@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict
 
 from k3.cli import options
-from k3.kernels.bench import measure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    from k3.kernels.bench import measure
+
     report = measure(threads=arguments.threads, repeats=arguments.repeats)
     print(json.dumps(asdict(report)) if arguments.json else "\n".join(report.lines()))
     return 0

@@ -4,66 +4,92 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from k3.errors import K3Error, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Logits = npt.NDArray[np.float32]
 
 
 class DifferenceError(K3Error):
     """The two results are not equal."""
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is compared of an `--out` file."""
+
+    prompt_ids: list[int]
+    generated_ids: list[int]
+    logits_sha256: str
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", type=Path, help="a `.bin` of --dump-logits, or a JSON of --out")
+    parser.add_argument("a", metavar="A", type=Path, help="a file of --dump-logits or of --out")
     parser.add_argument("b", metavar="B", type=Path, help="another one of the same kind")
     parser.add_argument(
-        "--tolerance", metavar="X", type=float, help="largest difference of logits to accept (default: every bit equal)"
+        "--tolerance",
+        metavar="X",
+        type=float,
+        help="largest difference of logits to accept, of --out files any if the ids agree (default: every bit equal)",
     )
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    a, b, tolerance = arguments.a, arguments.b, arguments.tolerance
+    tolerance: float | None = arguments.tolerance
     if tolerance is not None and not tolerance >= 0:
         raise UsageError(f"--tolerance: expected a number from 0 up, found {tolerance}.")
-    if (a.suffix == ".json") != (b.suffix == ".json"):
-        raise UsageError(f"{a} and {b} are of different kinds. Compare two .bin dumps or two .json results.")
-    compare = _compare_runs if a.suffix == ".json" else _compare_logits
-    equal = compare(a, b, tolerance)
+    a, b = _read(arguments.a), _read(arguments.b)
+    if isinstance(a, Run) and isinstance(b, Run):
+        equal = _compare_runs(a, b, tolerance)
+    elif isinstance(a, Run) or isinstance(b, Run):
+        raise UsageError(
+            f"{arguments.a} and {arguments.b} are of different kinds. Compare two files of --dump-logits or two of "
+            "--out."
+        )
+    else:
+        equal = _compare_logits(a, b, tolerance)
     if not equal:
-        raise DifferenceError(f"{a} and {b} differ: expected {_expectation(tolerance)}. The lines above say where.")
+        expected = "every bit equal" if tolerance is None else f"equality to {tolerance:g}"
+        raise DifferenceError(
+            f"{arguments.a} and {arguments.b} differ: expected {expected}. What was found is on standard output."
+        )
     return 0
 
 
-def _expectation(tolerance: float | None) -> str:
-    return "the same bits" if tolerance is None else f"equality to {tolerance:g}"
+def _compare_logits(a: Logits, b: Logits, tolerance: float | None) -> bool:
+    import numpy as np
 
-
-def _compare_logits(a: Path, b: Path, tolerance: float | None) -> bool:
-    left, right = _read_logits(a), _read_logits(b)
-    print(f"values: {left.size} and {right.size}")
-    if left.size != right.size:
+    print(f"values: {a.size} and {b.size}")
+    if a.size != b.size:
         return False
-    difference = np.abs(left.astype(np.float64) - right.astype(np.float64))
-    difference[(left == right) | (np.isnan(left) & np.isnan(right))] = 0.0
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    difference[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
     worst = int(np.argmax(difference))
-    print(f"largest difference: {difference[worst]:.9g} at {worst} ({left[worst]:.9g} and {right[worst]:.9g})")
-    print(f"arg-max: {int(np.argmax(left))} and {int(np.argmax(right))}")
-    same_bits = bool((left.view(np.uint32) == right.view(np.uint32)).all())
+    print(f"largest difference: {difference[worst]:.9g} at {worst} ({a[worst]:.9g} and {b[worst]:.9g})")
+    print(f"arg-max: {_arg_max(a)} and {_arg_max(b)}")
+    same_bits = a.tobytes() == b.tobytes()
     print(f"every bit equal: {'yes' if same_bits else 'no'}")
     return same_bits if tolerance is None else bool(difference[worst] <= tolerance)
 
 
-def _compare_runs(a: Path, b: Path, tolerance: float | None) -> bool:
-    left, right = _read_run(a), _read_run(b)
-    for field in ("prompt_ids", "generated_ids"):
-        print(f"{field}: {_describe_ids(left[field], right[field])}")
-    same_ids = all(left[field] == right[field] for field in ("prompt_ids", "generated_ids"))
-    same_bits = bool(left["logits_sha256"] == right["logits_sha256"])
-    print(f"logits of every position: {'every bit equal' if same_bits else 'different'}")
+def _arg_max(logits: Logits) -> str:
+    return "none, a NaN" if (logits != logits).any() else str(int(logits.argmax()))
+
+
+def _compare_runs(a: Run, b: Run, tolerance: float | None) -> bool:
+    print(f"prompt_ids: {_describe_ids(a.prompt_ids, b.prompt_ids)}")
+    print(f"generated_ids: {_describe_ids(a.generated_ids, b.generated_ids)}")
+    same_bits = a.logits_sha256 == b.logits_sha256
+    print(f"logits of every generated position: {'every bit equal' if same_bits else 'different'}")
+    same_ids = (a.prompt_ids, a.generated_ids) == (b.prompt_ids, b.generated_ids)
     return same_ids and (same_bits or tolerance is not None)
 
 
@@ -74,25 +100,32 @@ def _describe_ids(a: list[int], b: list[int]) -> str:
     return f"differ from place {place} on ({len(a)} and {len(b)} ids)"
 
 
-def _read_logits(path: Path) -> npt.NDArray[np.float32]:
-    data = _read(path)
-    if not data or len(data) % 4:
-        raise UsageError(f"{path}: expected float32 values, found {len(data)} bytes. Name a file of --dump-logits.")
-    return np.frombuffer(data, np.dtype("<f4"))
+def _read(path: Path) -> Run | Logits:
+    import numpy as np
 
-
-def _read_run(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(_read(path))
-        if {"prompt_ids", "generated_ids", "logits_sha256"} <= record.keys():
-            return dict(record)
-    except (ValueError, AttributeError, RecursionError):
-        pass
-    raise UsageError(f"{path}: expected the JSON of a run's --out, found something else. Name such a file.")
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}. Name a readable file.") from error
+    if run := _run(data):
+        return run
+    if path.suffix == ".json":
+        raise UsageError(f"{path}: expected the JSON of a run's --out, found something else. Name such a file.")
+    if not data or len(data) % 4:
+        raise UsageError(
+            f"{path}: expected the float32 values of --dump-logits or the JSON of --out, found {len(data)} bytes of "
+            "something else. Name such a file."
+        )
+    return np.frombuffer(data, "<f4")
+
+
+def _run(data: bytes) -> Run | None:
+    """The run that an `--out` file describes, None if it is none."""
+    try:
+        record: Any = json.loads(data)
+        run = Run(record["prompt_ids"], record["generated_ids"], record["logits_sha256"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    ids = (run.prompt_ids, run.generated_ids)
+    well_formed = all(isinstance(part, list) for part in ids) and isinstance(run.logits_sha256, str)
+    return run if well_formed else None

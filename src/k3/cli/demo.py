@@ -5,23 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 
-from k3.api import DEMO
 from k3.cli import options, run
 
 DEFAULT_PROMPT = "The river"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "k3 demo [PROMPT] [options]"
     parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", default=DEFAULT_PROMPT, help=f"default: {DEFAULT_PROMPT!r}"
+        "given", metavar="PROMPT", nargs="?", type=options.text, default=DEFAULT_PROMPT, help="(default: %(default)r)"
     )
-    parser.add_argument(
-        "--special", action="store_true", help="spelled control tokens in the prompt are control tokens"
-    )
-    options.add_sampling(parser)
+    options.add_special(parser)
+    options.add_sampling(parser, gen=24)
     options.add_loading(parser)
     options.add_output(parser)
-    parser.set_defaults(model=DEMO, prompt_file=None, ids=None, gen=24)
+    parser.set_defaults(model="demo")
 
 
 def execute(arguments: argparse.Namespace) -> int:

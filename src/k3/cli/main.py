@@ -1,21 +1,24 @@
 """`k3 COMMAND …`: finds the command's module, parses, runs, and turns errors into exit codes.
 
-Nothing heavy is imported before a command is known.
+Nothing heavy is imported before a command does its work: the modules of the commands import the engine in `execute`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
-import textwrap
-import traceback
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from k3 import __version__
 from k3.errors import InterruptedRunError, K3Error, UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +43,51 @@ COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `UsageError` and takes no abbreviations."""
 
-    def __init__(self, **settings: object) -> None:
-        super().__init__(allow_abbrev=False, **settings)  # type: ignore[arg-type]
+    def __init__(self, prog: str, description: str | None = None) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """Options may stand before, between and behind the other arguments.
+
+        argparse can do that with neither subcommands nor `--`; there they stand before or behind.
+        """
+        if self._subparsers is not None or "--" in arguments:
+            return self.parse_args(arguments)
+        return self.parse_intermixed_args(arguments)
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        # The inherited method drops what can't be written, and an unread help would be a success.
+        print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. `{self.prog} --help` lists what it takes.")
+        hint = " (a value that begins with a dash is written --option=-value)" if "expected one" in message else ""
+        raise UsageError(f"{message}{hint}. `{self.prog} --help` lists what it takes.")
 
 
 def run() -> NoReturn:
     """The entry point of the installed command."""
-    sys.exit(main(sys.argv[1:]))
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What the locale's encoding can't write is spelled out instead of ending the run.
+            stream.reconfigure(errors="backslashreplace")
+    code = main(sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        _settle(stream)
+    sys.exit(code)
 
 
 def main(arguments: list[str]) -> int:
     """Run one command line; returns its exit code."""
-    debug = "--debug" in arguments
     try:
-        return _dispatch([argument for argument in arguments if argument != "--debug"])
-    except BrokenPipeError:
-        # Whoever read our output has gone; keep the interpreter from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return _explain(InterruptedRunError("interrupted: the command was stopped before it had a result."), debug)
-    except K3Error as error:
-        return _explain(error, debug)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return _explain(
-            K3Error(f"{where}{error.strerror or error}. Check the path, its permissions and the disk's space."), debug
-        )
-    except MemoryError:
-        return _explain(K3Error("the memory ran out. Ask for a smaller --context or --chunk, or free memory."), debug)
-    except Exception as error:
-        message = f"internal error, please report it: {type(error).__name__}: {error}. --debug shows where."
-        return _explain(K3Error(message), debug)
+        if sys.stdout is None:
+            raise K3Error("standard output is closed, so there is no place for the result. Open it, or use /dev/null.")
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        return _explain(error, debug="--debug" in arguments)
+    return code
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -86,13 +99,18 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        raise UsageError(f"`{name}` is not a command. The commands are {', '.join(COMMANDS)}; `k3 --help` says more.")
+        kind = "an option of k3 itself" if name.startswith("-") else "a command"
+        raise UsageError(f"{name!r} is not {kind}. The commands are {', '.join(COMMANDS)}; `k3 --help` says more.")
     command = COMMANDS[name]
     module = import_module(f"k3.cli.{command.module}")
     parser = Parser(prog=f"k3 {name}", description=f"{command.summary[0].upper()}{command.summary[1:]}.")
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
-    return int(module.execute(parser.parse_args(rest)))
+    try:
+        parsed = parser.parse(rest)
+    except SystemExit:  # The parser has printed its help.
+        return 0
+    return int(module.execute(parsed))
 
 
 def _help() -> str:
@@ -106,9 +124,59 @@ def _help() -> str:
     )
 
 
-def _explain(error: K3Error, debug: bool) -> int:
-    sys.stdout.flush()
-    if debug:
-        traceback.print_exc()
-    print(textwrap.fill(f"k3: {error}", width=110, break_long_words=False, break_on_hyphens=False), file=sys.stderr)
-    return error.exit_code
+def _explain(error: BaseException, *, debug: bool) -> int:
+    """Say in one paragraph what ended the command; returns the exit code."""
+    known = _known(error)
+    _settle(sys.stdout)
+    with contextlib.suppress(OSError):
+        if debug:
+            import traceback
+
+            traceback.print_exception(error, file=sys.stderr)
+        print(_paragraph(f"k3: {known}"), file=sys.stderr, flush=True)
+    return known.exit_code
+
+
+def _known(error: BaseException) -> K3Error:
+    """The error in the words, and with the exit code, that a user gets."""
+    match error:
+        case K3Error():
+            return error
+        case KeyboardInterrupt():
+            return InterruptedRunError("interrupted: the command was stopped before it had a result.")
+        case BrokenPipeError():
+            return K3Error("standard output: whoever read it has gone, and the command was not done. Read all of it.")
+        case OSError(filename=None):
+            return K3Error(f"standard output can't be written: {error.strerror or error}. Check where it leads to.")
+        case OSError():
+            return K3Error(f"{error.filename}: {error.strerror}. Check the path, its permissions and the disk's space.")
+        case MemoryError():
+            return K3Error("the memory ran out. Ask for a smaller --context or --chunk, or free memory.")
+        case ImportError():
+            return K3Error(f"this installation is not complete: {error}. Install the package again.")
+        case _:
+            place = f"{type(error).__name__}: {error}"
+            return K3Error(f"internal error, please report it: {place}. --debug shows where.")
+
+
+def _paragraph(text: str) -> str:
+    """One line, or on a terminal a paragraph that fills it."""
+    line = " ".join(text.split())
+    if not sys.stderr.isatty():
+        return line
+    import textwrap
+
+    from k3.cli.terminal import columns
+
+    return textwrap.fill(line, columns(sys.stderr) - 1, break_long_words=False, break_on_hyphens=False)
+
+
+def _settle(stream: TextIO | None) -> None:
+    """Flush; what can't be written is dropped, so that the interpreter doesn't complain about it at its end."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,8 +1,11 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share, and the values that they take."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,26 +17,48 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a checkpoint directory, or `demo` for the embedded model")
 
 
+def add_input(parser: argparse.ArgumentParser, text_option: str, file_option: str, what: str) -> None:
+    """A text, a file with a text, or token ids, all as `given`: str or list[int]."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument(text_option, dest="given", metavar="TEXT", type=text, help=f"the text to {what}")
+    group.add_argument(
+        file_option, dest="given", metavar="PATH", type=text_of_file, help="a file with the text, taken byte for byte"
+    )
+    group.add_argument(
+        "--ids", dest="given", metavar="1,2,3", type=token_ids, help="token ids instead; no tokenizer is needed"
+    )
+    add_special(parser)
+
+
+def add_special(parser: argparse.ArgumentParser) -> None:
+    """How a text is read."""
+    parser.add_argument(
+        "--special", action="store_true", help="control tokens spelled in the text are control tokens, else text"
+    )
+
+
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """How a checkpoint is loaded; no choice here but --layers and --config changes a result."""
     group = parser.add_argument_group("loading")
     group.add_argument("--tok", metavar="DIR", type=Path, help="where the tokenizer's files are (default: MODEL)")
     group.add_argument("--config", metavar="PATH", type=Path, help="a config file instead of MODEL/config.json")
-    group.add_argument("--layers", metavar="N", type=whole, help="bind the first N layers only; not the model's output")
+    group.add_argument("--layers", metavar="N", type=positive, help="bind the first N layers; not the model's output")
     group.add_argument("--threads", metavar="N", type=positive, help="threads that compute (default: physical cores)")
     group.add_argument("--chunk", metavar="N", type=positive, default=64, help="prompt rows a step (default: 64)")
-    group.add_argument("--context", metavar="N", type=whole, help="positions to make room for (default: by memory)")
+    group.add_argument("--context", metavar="N", type=positive, help="positions to make room for (default: by memory)")
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
+def add_sampling(parser: argparse.ArgumentParser, gen: int = 8) -> None:
     """How tokens are chosen and when they end."""
     group = parser.add_argument_group("generation")
-    group.add_argument("--gen", metavar="N", type=positive, default=8, help="tokens to generate (default: 8)")
+    group.add_argument("--gen", metavar="N", type=positive, default=gen, help=f"tokens to generate (default: {gen})")
     group.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 takes the best token (default)")
     group.add_argument("--top-p", metavar="P", type=float, default=1.0, help="keep the likeliest tokens up to this sum")
     group.add_argument("--top-k", metavar="K", type=whole, default=0, help="keep the K likeliest tokens (default: all)")
     group.add_argument("--seed", metavar="N", type=whole, help="makes sampling repeatable (default: drawn, reported)")
-    group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; may be repeated")
+    group.add_argument(
+        "--stop", metavar="TEXT", type=stop_text, action="append", default=[], help="end before TEXT; may be repeated"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's stop tokens")
     how = group.add_mutually_exclusive_group()
     how.add_argument("--incremental", action="store_true", help="carry the state from token to token (the default)")
@@ -49,18 +74,19 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
     talk = group.add_mutually_exclusive_group()
     talk.add_argument("--verbose", action="store_true", help="a line a token")
-    talk.add_argument("--quiet", action="store_true", help="nothing but errors on stderr")
+    add_quiet(talk)
+
+
+def add_quiet(parser: argparse._ActionsContainer) -> None:
+    """Silence on stderr."""
+    parser.add_argument("--quiet", action="store_true", help="nothing but errors on stderr")
 
 
 def _number(lowest: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = lowest - 1
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {lowest} up, found {text!r}")
-        return value
+    def parse(value: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,30}", value) or int(value) < lowest:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {lowest} up, found {_shown(value)}")
+        return int(value)
 
     return parse
 
@@ -69,31 +95,67 @@ whole = _number(0)
 positive = _number(1)
 
 
-def parse_ids(text: str) -> list[int]:
-    """Token ids separated by commas.
+def text(value: str) -> str:
+    """A text from the command line.
 
     Raises:
-        UsageError: something else stands between the commas.
+        UsageError: it is not UTF-8.
     """
+    with contextlib.suppress(UnicodeEncodeError):
+        value.encode()
+        return value
     try:
-        ids = [int(item) for item in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--ids: expected token ids separated by commas, found {text!r}.") from None
-    return ids
+        # Bytes that the locale can't decode come as surrogates; they may well be UTF-8.
+        return os.fsencode(value).decode("utf-8")
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise UsageError(
+            f"the text {_shown(value)} on the command line is not UTF-8: {error.reason} at byte {error.start}. "
+            "Convert it to UTF-8, or check the terminal's encoding."
+        ) from None
 
 
-def read_text(path: Path, option: str) -> str:
+def stop_text(value: str) -> str:
+    """A stop string.
+
+    Raises:
+        argparse.ArgumentTypeError, UsageError: it is empty or not UTF-8.
+    """
+    if not value:
+        raise argparse.ArgumentTypeError("expected one character or more, found none")
+    return text(value)
+
+
+def text_of_file(value: str) -> str:
     """The text of a file, byte for byte.
 
     Raises:
         UsageError: there is no such file, or it is not UTF-8.
     """
     try:
-        return path.read_bytes().decode("utf-8")
+        return Path(value).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{option}: {path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}. "
-            "Convert the file to UTF-8."
+            f"{value}: the file is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start} "
+            f"({error.reason}). Convert it to UTF-8."
         ) from None
     except OSError as error:
-        raise UsageError(f"{option}: {path}: {error.strerror}. Name a readable file.") from error
+        raise UsageError(f"{value}: {error.strerror}. Name a readable file with the text.") from error
+
+
+def token_ids(value: str) -> list[int]:
+    """Token ids separated by commas; spaces around them don't matter.
+
+    Raises:
+        argparse.ArgumentTypeError: something else stands between the commas.
+    """
+    items = [item.strip() for item in value.split(",")]
+    for place, item in enumerate(items, 1):
+        if not re.fullmatch(r"[0-9]{1,18}", item):
+            raise argparse.ArgumentTypeError(
+                f"expected token ids separated by commas, found {_shown(item)} at place {place} of {len(items)}"
+            )
+    return [int(item) for item in items]
+
+
+def _shown(value: str) -> str:
+    return ascii(value if len(value) <= 40 else f"{value[:40]}…")

@@ -1,13 +1,17 @@
-"""What a generating command says while it works and when it is done."""
+"""What a command says while it works and when it is done."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from k3.cli.terminal import Terminal
 from k3.engine.loading import LoadEvents
 from k3.engine.plan import MemoryPlan
 from k3.engine.report import RunReport, StepReport, peak_rss_bytes
+
+_SECONDS_BETWEEN_LINES = 10
+_SECONDS_BETWEEN_STATUSES = 0.1
 
 
 class Progress:
@@ -16,72 +20,106 @@ class Progress:
     def __init__(self, terminal: Terminal, *, verbose: bool) -> None:
         self._terminal = terminal
         self._line_a_token = verbose or not terminal.interactive
-        self._began = time.perf_counter()
-        self._told = self._began
+        self._tokens = 0
+        self._work = _Work("")
 
     def events(self) -> LoadEvents:
         """What a loader calls."""
         return LoadEvents(self.plan, self.loading)
 
+    def note(self, text: str) -> None:
+        """A line that the user should see."""
+        self._terminal.line(text)
+
     def plan(self, plan: MemoryPlan) -> None:
         """The itemised memory plan."""
-        self._terminal.line(f"memory plan: {plan.total_bytes / 1e9:.2f} GB")
+        self.note(f"memory plan: {size(plan.total_bytes)}")
         for name, nbytes in plan.items.items():
-            self._terminal.line(f"  {name:<32}{nbytes / 1e9:9.3f} GB")
-        self._terminal.line(f"context {plan.context} positions, {plan.chunk} prompt rows a step, {_residency(plan)}")
-        self._began = time.perf_counter()
+            self.note(f"  {name:<30}{size(nbytes):>10}")
+        self.note(f"context {plan.context} positions, {plan.chunk} prompt rows a step, {_residency(plan)}")
 
     def loading(self, done: int, total: int) -> None:
         """Bytes of weights loaded and in all."""
-        self._work("loading", done, total, 1e9, "GB")
+        self._advance("loading", done, total, size)
 
     def writing(self, done: int, total: int) -> None:
         """Bytes of a result written and in all."""
-        self._work("writing", done, total, 1e9, "GB")
+        self._advance("writing", done, total, size)
 
     def prompt(self, done: int, total: int) -> None:
         """Prompt rows processed and in all."""
-        if done == total or total == 1:
-            return
-        self._work("prompt", done, total, 1, "rows")
+        if done < total:
+            self._advance("prompt", done, total, lambda rows: f"{rows:.4g} rows")
 
-    def token(self, number: int, total: int, step: StepReport) -> None:
-        """Token `number` of `total` is there."""
-        rate = step.bytes_read.total / step.seconds / 1e9
-        left = _clock((total - number) * step.seconds)
-        hits = 100 * step.expert_resident_hits / step.expert_requests if step.expert_requests else 0.0
-        text = (
-            f"token {number} of {total} · {step.seconds:.3f} s · {rate:.2f} GB/s · {hits:.0f} % of experts resident"
-            f" · {left} left"
-        )
+    def expect(self, tokens: int, room: int) -> None:
+        """So many tokens are asked for, and the context has room for so many."""
+        self._tokens = min(tokens, room)
+        if room < tokens:
+            self.note(f"the context has room for {room} of the {tokens} tokens asked for.")
+
+    def token(self, step: StepReport) -> None:
+        """One more token is there."""
+        seconds = max(step.seconds, 1e-9)
+        parts = [
+            f"token {step.token} of {self._tokens}",
+            f"{seconds:.3f} s",
+            f"{clock((self._tokens - step.token) * seconds)} left",
+            f"{size(step.bytes_read.total / seconds)}/s",
+        ]
+        if step.expert_requests:
+            parts.append(f"{100 * step.expert_resident_hits / step.expert_requests:.0f} % of experts resident")
+        text = ", ".join(parts)
         if self._line_a_token:
             self._terminal.line(text)
         else:
             self._terminal.status(text)
 
-    def report(self, report: RunReport) -> None:
+    def report(self, report: RunReport, plan: MemoryPlan) -> None:
         """The figures of a finished run."""
-        self._terminal.clear()
-        read = sum(step.bytes_read.total for step in report.steps)
         count = len(report.generated_ids)
-        seed = "" if report.seed is None else f" · seed {report.seed}"
-        self._terminal.line(
-            f"{count} tokens · {report.seconds_per_token:.3f} s a token after {report.steps[0].seconds:.3f} s for the "
-            f"prompt · {read / 1e9:.3f} GB read · peak {peak_rss_bytes() / 1e9:.2f} GB · ended by "
-            f"{report.finish_reason}{seed}"
-        )
+        read = sum(step.bytes_read.total for step in report.steps)
+        parts = [
+            f"{count} token{'' if count == 1 else 's'}",
+            f"{report.steps[0].seconds:.3f} s for the prompt and the first token",
+            f"{size(read)} read",
+            f"peak memory {size(peak_rss_bytes())} of {size(plan.total_bytes)} planned",
+            f"ended by {report.finish_reason}",
+        ]
+        if count > 1:
+            parts.insert(2, f"{report.seconds_per_token:.3f} s for each further one")
+        if report.seed is not None:
+            parts.append(f"seed {report.seed}")
+        self.note(", ".join(parts))
 
-    def _work(self, what: str, done: int, total: int, unit: float, name: str) -> None:
-        now = time.perf_counter()
-        seconds = max(now - self._began, 1e-9)
-        left = _clock((total - done) * seconds / max(done, 1))
-        rate = done / unit / seconds
-        text = f"{what}: {done / unit:.4g} of {total / unit:.4g} {name} · {rate:.4g} {name}/s · {left} left"
+    def _advance(self, what: str, done: int, total: int, unit: Callable[[float], str]) -> None:
+        if self._work.what != what:
+            self._work = _Work(what)
+        pause = _SECONDS_BETWEEN_STATUSES if self._terminal.interactive else _SECONDS_BETWEEN_LINES
+        seconds = self._work.seconds(pause)
+        if seconds is None:
+            return
+        left = clock((total - done) * seconds / max(done, 1))
+        text = f"{what}: {unit(done)} of {unit(total)}, {left} left, {unit(done / seconds)}/s"
         if self._terminal.interactive:
             self._terminal.status(text)
-        elif now - self._told > 10:
-            self._told = now
+        else:
             self._terminal.line(text)
+
+
+class _Work:
+    """One kind of work: when it began and when something was last said about it."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._began = self._told = time.perf_counter()
+
+    def seconds(self, pause: float) -> float | None:
+        """Seconds since the work began, or None while the pause since they were last asked for isn't over."""
+        now = time.perf_counter()
+        if now - self._told < pause:
+            return None
+        self._told = now
+        return now - self._began
 
 
 def _residency(plan: MemoryPlan) -> str:
@@ -90,8 +128,17 @@ def _residency(plan: MemoryPlan) -> str:
     return "trunk resident, experts read on demand" if plan.trunk_resident else "all weights read on demand"
 
 
-def _clock(seconds: float) -> str:
-    """Seconds, or minutes and hours, as people read them."""
+def size(nbytes: float) -> str:
+    """Bytes as people read them: three figures and a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+def clock(seconds: float) -> str:
+    """Seconds, or hours, minutes and seconds, as people read them."""
     whole = round(seconds)
     if whole < 100:
         return f"{seconds:.1f} s" if whole < 10 else f"{whole} s"

@@ -3,59 +3,82 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from pathlib import Path
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from k3.api import load
 from k3.cli import options
-from k3.cli.progress import Progress
-from k3.cli.terminal import Terminal
-from k3.engine.sampling import log_probabilities
+from k3.cli.inputs import given_ids, load_model
+from k3.cli.terminal import Terminal, json_text
+from k3.errors import K3Error
+
+if TYPE_CHECKING:
+    from k3.api import Model
+    from k3.cli.progress import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "k3 score MODEL (--text TEXT | --file PATH | --ids 1,2,3) [options]"
     options.add_model(parser)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", metavar="TEXT", help="the text to score")
-    source.add_argument("--file", metavar="PATH", type=Path, help="a file with the text, taken byte for byte")
-    source.add_argument("--ids", metavar="1,2,3", help="token ids instead of a text; needs no tokenizer")
-    parser.add_argument("--special", action="store_true", help="spelled control tokens are control tokens")
+    options.add_input(parser, "--text", "--file", "score")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quiet", action="store_true", help="nothing but errors on stderr")
+    options.add_quiet(parser)
     options.add_loading(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    progress = Progress(Terminal(quiet=arguments.quiet), verbose=False)
-    ids = None if arguments.ids is None else options.parse_ids(arguments.ids)
-    text = arguments.text if arguments.file is None else options.read_text(arguments.file, "--file")
-    with load(
-        arguments.model,
-        threads=arguments.threads,
-        context=arguments.context,
-        chunk=arguments.chunk,
-        layers=arguments.layers,
-        config=arguments.config,
-        tokenizer=arguments.tok,
-        with_tokenizer=ids is None,
-        events=progress.events(),
-    ) as model:
-        tokens = None
-        if ids is None:
-            ids = model.tokenizer.encode(text, allow_special=arguments.special)
-            tokens = [model.tokenizer.decode([token]) for token in ids]
-        logits = model.logits(ids)
-        scored = log_probabilities(model.engine.ops, logits[:-1], np.array(ids[1:], np.int64)).tolist()
-    perplexity = math.exp(-sum(scored) / len(scored)) if scored else None
-    if arguments.json:
-        record = {"ids": ids, "tokens": tokens, "logprobs": [None, *scored], "perplexity": perplexity}
-        print(json.dumps(record, ensure_ascii=False))
-    else:
-        for position, token in enumerate(ids):
-            logprob = "" if position == 0 else f"{scored[position - 1]:.6f}"
-            print(f"{position:>6}  {token:>7}  {logprob:>12}  {'' if tokens is None else ascii(tokens[position])}")
-        print(f"perplexity {perplexity if perplexity is None else format(perplexity, '.6g')} over {len(scored)} tokens")
+    from k3.cli.progress import Progress
+
+    with Terminal(quiet=arguments.quiet) as terminal:
+        progress = Progress(terminal, verbose=False)
+        with load_model(arguments, progress) as model:
+            ids = given_ids(arguments, model)
+            tokens = [model.tokenizer.decode([token]) for token in ids] if isinstance(arguments.given, str) else None
+            logprobs = _log_probabilities(model, ids, progress)
+        if arguments.json:
+            terminal.write(json_text(_record(ids, tokens, logprobs)))
+        else:
+            terminal.write("\n".join(_table(ids, tokens, logprobs)))
+        terminal.end_text()
     return 0
+
+
+def _log_probabilities(model: Model, ids: list[int], progress: Progress) -> list[float]:
+    """Those of all tokens but the first. Logits are held for one chunk at a time."""
+    import numpy as np
+
+    from k3.engine.sampling import log_probabilities
+
+    sequence = model.engine.new_sequence()
+    sequence.begin(ids, 0)  # Refuses ids that can't be run before any work is done.
+    logprobs: list[float] = []
+    for start in range(0, len(ids), model.plan.chunk):
+        chunk = ids[start : start + model.plan.chunk]
+        [logits] = model.engine.step([(sequence, chunk)], logits="all")
+        if isinstance(logits, K3Error):
+            raise logits
+        following = np.array(ids[start + 1 : start + 1 + len(chunk)], np.int64)
+        logprobs += log_probabilities(model.engine.ops, logits[: len(following)], following).tolist()
+        progress.prompt(start + len(chunk), len(ids))
+    return logprobs
+
+
+def _perplexity(logprobs: list[float]) -> float | None:
+    """The exponential of the mean surprise; None where nothing was predicted or it is beyond a double."""
+    try:
+        return math.exp(-math.fsum(logprobs) / len(logprobs)) if logprobs else None
+    except OverflowError:
+        return None
+
+
+def _record(ids: list[int], tokens: list[str] | None, logprobs: list[float]) -> dict[str, object]:
+    return {"ids": ids, "tokens": tokens, "logprobs": [None, *logprobs], "perplexity": _perplexity(logprobs)}
+
+
+def _table(ids: list[int], tokens: list[str] | None, logprobs: list[float]) -> Iterator[str]:
+    for position, token in enumerate(ids):
+        logprob = f"{logprobs[position - 1]:.6f}" if position else ""
+        spelled = ascii(tokens[position]) if tokens else ""
+        yield f"{position:>6}  {token:>7}  {logprob:>12}  {spelled}".rstrip()
+    perplexity = _perplexity(logprobs)
+    yield f"perplexity {'-' if perplexity is None else format(perplexity, '.6g')}, of {len(logprobs)} tokens"

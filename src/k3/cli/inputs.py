@@ -1,0 +1,52 @@
+"""What a command works on: the loaded checkpoint and the token ids of what was given."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from k3.errors import UsageError
+
+if TYPE_CHECKING:
+    from k3.api import Model
+    from k3.cli.progress import Progress
+
+
+def load_model(arguments: argparse.Namespace, progress: Progress, *, needs_text: bool = False) -> Model:
+    """Load the checkpoint as the options say.
+
+    The tokenizer is looked for only where it has work to do: the input is a text, `needs_text`, or --tok names it.
+
+    Raises:
+        UsageError: nothing was given to work on.
+        K3Error: see `k3.load`.
+    """
+    from k3.api import load
+
+    if not arguments.given:
+        raise UsageError("the text is empty. Give at least one character.")
+    model = load(
+        arguments.model,
+        threads=arguments.threads,
+        context=arguments.context,
+        chunk=arguments.chunk,
+        layers=arguments.layers,
+        config=arguments.config,
+        tokenizer=arguments.tok,
+        with_tokenizer=needs_text or isinstance(arguments.given, str) or arguments.tok is not None,
+        events=progress.events(),
+    )
+    if arguments.layers is not None and arguments.layers < model.config.num_hidden_layers:
+        progress.note(
+            f"--layers: {arguments.layers} of {model.config.num_hidden_layers} layers run. This is not the "
+            "model's output."
+        )
+    return model
+
+
+def given_ids(arguments: argparse.Namespace, model: Model) -> list[int]:
+    """The ids that were given, or those of the text that was given."""
+    if isinstance(arguments.given, str):
+        return model.tokenizer.encode(arguments.given, allow_special=arguments.special)
+    ids: list[int] = arguments.given
+    return ids
