@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY_A
 
 import k3
+from conftest import TINY_A
 
 SOURCE = Path(k3.__file__).parent
 
@@ -37,7 +37,7 @@ def imported_parts(path):
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.split(".")[0] == "k3"]
         for name in names:
-            part = (name.split(".") + ["__init__"])[1]
+            part = [*name.split("."), "__init__"][1]
             yield part if part in MAY_USE else "__init__"
 
 

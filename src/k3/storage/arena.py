@@ -7,8 +7,8 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-ALIGNMENT = 64
-"""Every array handed out begins on a cache line."""
+ALIGNMENT = mmap.PAGESIZE
+"""Every array handed out begins on a page, as direct reads want it."""
 
 
 class Arena:
