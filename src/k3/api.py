@@ -12,11 +12,12 @@ import numpy as np
 
 from k3.checkpoint.config import ModelConfig, stop_ids
 from k3.engine.engine import Engine
-from k3.engine.generation import DEFAULT_CHUNK, Generation, GenerationParams, RowsDone, Token
+from k3.engine.generation import Generation, GenerationParams, RowsDone, Token
 from k3.engine.loading import LoadedEngine, LoadEvents, LoadOptions, load_engine, read_config
-from k3.engine.plan import MemoryPlan
+from k3.engine.plan import MemoryPlan, MemoryRequest
 from k3.engine.report import RunReport
 from k3.engine.sampling import SamplingParams
+from k3.engine.sizes import GB, parse_size
 from k3.errors import K3Error, TokenizerError, UsageError
 from k3.kernels import F32Array
 from k3.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE, Tokenizer, load_tokenizer
@@ -141,43 +142,92 @@ class Model:
 def load(
     path: str | Path,
     *,
+    memory: int | str = "auto",
+    trunk_gb: float | None = None,
+    cache_gb: float | None = None,
+    cache_experts: int | None = None,
+    trunk: str | Path | None = None,
+    extra_dirs: SequenceOf[str | Path] = (),
     threads: int | None = None,
     context: int | None = None,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
     layers: int | None = None,
     config: str | Path | None = None,
     tokenizer: str | Path | None = None,
     with_tokenizer: bool = True,
     isa: str | None = None,
+    direct: bool = True,
     events: LoadEvents | None = None,
 ) -> Model:
     """Load a checkpoint directory, or the embedded model under the name `demo`.
 
-    What fits in memory becomes resident; the rest is read when it is needed. No choice here changes a result's bits,
-    `layers` and `config` excepted.
+    No choice here changes a result's bits, `layers` and `config` excepted.
 
     Args:
         path: the directory with `config.json` and the shards.
+        memory: the peak of resident memory: bytes, a size such as "8GB", or "auto" for what the machine has.
+        trunk_gb: GB of trunk and head kept between tokens, as stored; None leaves it to the plan.
+        cache_gb: GB of experts kept between tokens, whole ones; None leaves it to the plan.
+        cache_experts: the same as a number of experts.
+        trunk: a packed trunk (`k3 pack`); None reads the checkpoint's own shards.
+        extra_dirs: more directories that hold shards.
         threads: threads that compute; None takes the physical cores, or K3_THREADS.
         context: positions that a sequence has room for; None takes what memory allows, up to the model's limit.
-        chunk: prompt rows that share one step.
+        chunk: prompt rows that share one step; None lets the plan choose.
         layers: binds the first layers only; the output is then not the model's.
         config: a config file instead of the checkpoint's own.
         tokenizer: another directory with the tokenizer's files. A checkpoint without them works on ids.
         with_tokenizer: False looks for no tokenizer at all.
         isa: the instruction set of the kernels; None takes the best, or K3_ISA.
+        direct: read past the page cache where the file system lets it.
         events: is told of the plan and of the progress of loading.
 
     Raises:
         K3Error: see `k3.engine.loading.load_engine` and `k3.text.tokenizer.load_tokenizer`.
     """
     directory = model_path(path)
-    options = LoadOptions(threads, isa, chunk, context, layers, Path(config) if config else None)
+    options = LoadOptions(
+        memory_request(memory, trunk_gb, cache_gb, cache_experts, context=context, chunk=chunk),
+        threads=threads,
+        isa=isa,
+        layers=layers,
+        config=Path(config) if config else None,
+        trunk=Path(trunk) if trunk else None,
+        extra_dirs=tuple(Path(d) for d in extra_dirs),
+        direct=direct,
+    )
     # What is small and can be wrong comes before the weights, which may take minutes.
     settings = read_config(directory, options.config)
     found = _find_tokenizer(directory, tokenizer, settings.vocab_size) if with_tokenizer else None
     ends = stop_ids(directory, settings) | (found.stop_ids if found else frozenset())
     return Model(directory, load_engine(directory, options, events or LoadEvents()), found, ends)
+
+
+def memory_request(
+    memory: int | str,
+    trunk_gb: float | None = None,
+    cache_gb: float | None = None,
+    cache_experts: int | None = None,
+    *,
+    context: int | None = None,
+    chunk: int | None = None,
+) -> MemoryRequest:
+    """What a plan is asked for; see `load`.
+
+    Raises:
+        UsageError: a size means nothing, or is negative.
+    """
+    for name, value in (("trunk_gb", trunk_gb), ("cache_gb", cache_gb), ("cache_experts", cache_experts)):
+        if value is not None and not 0 <= value < 1e9:
+            raise UsageError(f"--{name.replace('_', '-')}: expected a number from 0 up, found {value}.")
+    return MemoryRequest(
+        total=parse_size(memory) if isinstance(memory, str) else memory,
+        trunk_bytes=None if trunk_gb is None else int(trunk_gb * GB),
+        cache_bytes=None if cache_gb is None else int(cache_gb * GB),
+        cache_experts=cache_experts,
+        context=context,
+        chunk=chunk,
+    )
 
 
 def _find_tokenizer(directory: Path, given: str | Path | None, vocab_size: int) -> Tokenizer | None:

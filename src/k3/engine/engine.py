@@ -72,7 +72,7 @@ class Engine:
 
     def _run(self, parts: list[Part], ids: np.ndarray, logits: LogitRows) -> list[StepResult]:
         batch = Batch(list(parts))
-        hidden = self._transformer.hidden(self.ops, self._experts, ids, batch)
+        hidden = self._transformer.hidden(self.ops, self._experts, ids, batch, head=logits != "none")
         alive = list(batch)
         results: dict[int, StepResult] = {id(part): part.error for part in parts if part.error is not None}
         if logits == "none":

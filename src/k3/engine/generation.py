@@ -121,6 +121,7 @@ class Generation:
         while self.report.finish_reason is None:
             began, before = time.perf_counter(), self._engine.costs()
             if self._params.full_recompute:
+                del sequence  # Its memory is what the next one is planned to take.
                 sequence, pending = self._engine.new_sequence(), ids
             token = self._advance(sequence, pending, position=len(ids))
             spent = self._engine.costs() - before
@@ -131,6 +132,7 @@ class Generation:
                     spent.bytes_read,
                     spent.expert_requests,
                     spent.expert_resident_hits,
+                    spent.padding_bytes,
                 )
             )
             ids = [*ids, token.id]

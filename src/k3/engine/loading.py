@@ -4,35 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 from k3.checkpoint.config import ModelConfig
-from k3.checkpoint.index import TensorEntry, TensorIndex
+from k3.checkpoint.index import TensorIndex
 from k3.checkpoint.layout import Layout, bind, count_layers, wanted_tensors
-from k3.checkpoint.specs import HEAD
+from k3.checkpoint.specs import EMBEDDING, HEAD
 from k3.engine.costs import Costs
 from k3.engine.engine import Engine
-from k3.engine.generation import DEFAULT_CHUNK
-from k3.engine.plan import MemoryPlan, WeightBytes, plan_memory, usable_memory
+from k3.engine.machine import group_memory, memory_limit
+from k3.engine.plan import MemoryPlan, MemoryRequest, Needs, plan_memory
+from k3.engine.trunk import TrunkMatrix, plain_matrices
 from k3.engine.weights import RoutedExperts, Trunk
 from k3.errors import UsageError
 from k3.kernels import Kernels
 from k3.model.transformer import Transformer
-from k3.storage.experts import ExpertStore, OnDemandExperts, ResidentExperts
-from k3.storage.reader import ByteClass, Reader
-from k3.storage.tensors import OnDemandTensors, Progress, ResidentTensors, TensorStore
+from k3.model.weights import ExpertSource
+from k3.storage.expert_cache import ExpertCache
+from k3.storage.policies import RankRecency
+from k3.storage.reader import Reader
+from k3.storage.stream import Progress, WeightStream
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How to load a checkpoint. `layers` binds the first layers only; `config` replaces the checkpoint's own file."""
+    """How to load a checkpoint. `layers` binds the first layers only; `config` replaces the checkpoint's own file.
 
+    `trunk` is a packed trunk. Shards may also lie in `extra_dirs`. `direct` reads past the page cache where the file system lets it.
+    """
+
+    memory: MemoryRequest = field(default_factory=MemoryRequest)
     threads: int | None = None
     isa: str | None = None
-    chunk: int = DEFAULT_CHUNK
-    context: int | None = None
     layers: int | None = None
     config: Path | None = None
+    trunk: Path | None = None
+    extra_dirs: tuple[Path, ...] = ()
+    direct: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,42 +62,72 @@ class LoadedEngine:
     reader: Reader
 
 
-def load_engine(model_dir: Path, options: LoadOptions, events: LoadEvents) -> LoadedEngine:
-    """Bind the checkpoint in `model_dir` and load what fits in memory.
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A checkpoint whose headers were read and found right: where its bytes lie, in the order of use."""
+
+    config: ModelConfig
+    layout: Layout
+    layers: int
+    matrices: dict[str, TrunkMatrix]
+
+    @property
+    def needs(self) -> Needs:
+        """What a memory plan asks."""
+        layout = self.layout
+        return Needs(
+            self.config,
+            self.layers,
+            [matrix.stored for matrix in self.matrices.values()],
+            small_bytes=_small_bytes(layout),
+            expert_bytes=layout.largest_expert_bytes,
+            experts=sum(len(table) for table in layout.experts.values()),
+        )
+
+
+def bind_checkpoint(model_dir: Path, options: LoadOptions) -> Bound:
+    """Read config and headers, and check them.
 
     Raises:
         UsageError: an option is out of its range, or there is no such directory.
         ConfigError, CheckpointError: the checkpoint is not one that this engine computes exactly.
-        MachineError: the memory or an instruction set is missing.
-        ReadError: a tensor could not be read.
     """
     config = read_config(model_dir, options.config)
     _check(options, config)
     layers = count_layers(config, options.layers)
-    layout = bind(TensorIndex.open(model_dir, wanted_tensors(config, layers)), config, layers)
+    index = TensorIndex.open(model_dir, wanted_tensors(config, layers), extra_dirs=options.extra_dirs)
+    layout = bind(index, config, layers)
+    return Bound(config, layout, layers, plain_matrices(layout))
+
+
+def load_engine(model_dir: Path, options: LoadOptions, events: LoadEvents) -> LoadedEngine:
+    """Bind the checkpoint in `model_dir`, plan its memory, and load what is kept.
+
+    Raises:
+        K3Error: as `bind_checkpoint`.
+        MachineError: the memory or an instruction set is missing.
+        ReadError: a tensor could not be read.
+    """
+    bound = bind_checkpoint(model_dir, options)
     ops = Kernels(options.threads, options.isa)
-    plan = plan_memory(
-        config,
-        WeightBytes(layout.trunk_bytes, layout.expert_bytes, layout.largest_expert_bytes),
-        layers=layers,
-        chunk=options.chunk,
-        context=options.context,
-        usable=usable_memory(),
-    )
+    plan = plan_memory(bound.needs, options.memory, memory_limit(options.memory.total, group_memory()))
     events.on_plan(plan)
-    reader = Reader()
+    reader = Reader(direct=options.direct)
     try:
-        tensors, experts = _stores(layout, plan, reader, events.on_bytes)
-        transformer = Transformer(config, Trunk(layout, tensors, reader), layers)
+        stored = [matrix.stored for matrix in bound.matrices.values()]
+        stream = WeightStream(reader, stored, plan.pinned, plan.ring_bytes, events.on_bytes)
+        transformer = Transformer(bound.config, Trunk(bound.layout, bound.matrices, stream, reader), bound.layers)
+        cache = _expert_cache(bound, plan, reader, events.on_bytes)
+        experts: ExpertSource = RoutedExperts(cache)
     except BaseException:
         reader.close()
         raise
-    routed = RoutedExperts(experts)
 
     def costs() -> Costs:
-        return Costs(reader.bytes_read(), routed.requests, routed.resident_hits)
+        counts = cache.counts
+        return Costs(reader.bytes_read(), reader.padding_bytes(), counts.requests, counts.resident_hits)
 
-    return LoadedEngine(Engine(ops, transformer, routed, plan.context, costs), config, plan, reader)
+    return LoadedEngine(Engine(ops, transformer, experts, plan.context, costs), bound.config, plan, reader)
 
 
 def read_config(model_dir: Path, config: Path | None = None) -> ModelConfig:
@@ -102,32 +141,35 @@ def read_config(model_dir: Path, config: Path | None = None) -> ModelConfig:
 
 
 def _check(options: LoadOptions, config: ModelConfig) -> None:
-    if options.context is not None and not 2 <= options.context <= config.max_position_embeddings:
+    context, chunk = options.memory.context, options.memory.chunk
+    if context is not None and not 2 <= context <= config.max_position_embeddings:
         raise UsageError(
             f"--context: expected 2 to the model's limit of {config.max_position_embeddings} positions, "
-            f"found {options.context}."
+            f"found {context}."
         )
-    if options.chunk < 1:
-        raise UsageError(f"--chunk: expected a whole number from 1 up, found {options.chunk}.")
+    if chunk is not None and chunk < 1:
+        raise UsageError(f"--chunk: expected a whole number from 1 up, found {chunk}.")
 
 
-def _stores(layout: Layout, plan: MemoryPlan, reader: Reader, on_bytes: Progress) -> tuple[TensorStore, ExpertStore]:
-    """The trunk's and the experts' stores as planned; what is resident is loaded here, the trunk first."""
-    trunk = list(_matrices(layout)) if plan.trunk_resident else []
-    trunk_bytes = sum(entry.nbytes for entry, _ in trunk)
-    total = trunk_bytes + (layout.expert_bytes if plan.experts_resident else 0)
-    tensors: TensorStore = OnDemandTensors(reader)
-    if plan.trunk_resident:
-        tensors = ResidentTensors(reader, trunk, lambda done, _: on_bytes(done, total))
-    experts: ExpertStore = OnDemandExperts(reader, layout)
-    if plan.experts_resident:
-        experts = ResidentExperts(reader, layout, lambda done, _: on_bytes(trunk_bytes + done, total))
-    return tensors, experts
+def _expert_cache(bound: Bound, plan: MemoryPlan, reader: Reader, progress: Progress) -> ExpertCache:
+    """The expert cache; filled at once where it has room for every expert."""
+    policy = RankRecency(plan.expert_slots, bound.layout.moe_layers)
+    cache = ExpertCache(reader, bound.layout, policy, max(1, plan.arrivals))
+    if plan.expert_slots == bound.needs.experts:
+        cache.load_all(progress)
+    return cache
 
 
-def _matrices(layout: Layout) -> Iterator[tuple[TensorEntry, ByteClass]]:
-    for layer in layout.layers:
-        for spec in layer.specs:
-            if spec.role == "matrix":
-                yield layer.tensors[spec.local], ByteClass.TRUNK
-    yield layout.top[HEAD], ByteClass.HEAD
+def _small_bytes(layout: Layout) -> int:
+    """Bytes of all small tensors as they are kept, in float32."""
+
+    def elements() -> Iterator[int]:
+        for layer in layout.layers:
+            for spec in layer.specs:
+                if spec.role == "small":
+                    yield prod(spec.shape)
+        for name, entry in layout.top.items():
+            if name not in (EMBEDDING, HEAD):
+                yield prod(entry.shape)
+
+    return 4 * sum(elements())

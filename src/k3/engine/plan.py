@@ -1,102 +1,228 @@
-"""The memory plan: what a run will hold, itemised before anything is allocated."""
+"""The memory plan: what a run will hold, itemised before anything is allocated.
+
+`--memory` is a promise about the peak. What a run can't do without comes first; what is left over goes to weights kept
+in memory: first to pins of the trunk, then to experts.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import psutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from k3.checkpoint.config import ModelConfig
+from k3.engine.machine import resident_bytes
 from k3.errors import MachineError
 from k3.model.state import KdaState, MlaCache
+from k3.storage.reader import PAGE, aligned_span
+from k3.storage.stream import StoredBlock, StoredMatrix, pinned_blocks, pinned_bytes
 
-_USABLE_SHARE = 0.9
-"""Of the memory that the machine calls available; the rest is left to everything else that runs."""
+GROWTH = 24 << 20
+"""What the interpreter, its libraries and the threads still add to what they hold when the plan is made."""
 
-_WORKING_BUFFERS = 64 << 20
-"""Read buffers and the kernels' scratch."""
+_KERNEL_ROWS = 64
+"""Rows of x that a product packs at once."""
+
+_KERNEL_SCRATCH = 8 << 20
+"""Scores and partial sums of all threads."""
+
+RING_SIZES = (256 << 20, 128 << 20, 64 << 20, 32 << 20)
+CHUNKS = (64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class WeightBytes:
-    """Bytes of the bound weights: the trunk with the head (without the embedding), and all routed experts."""
+class MemoryRequest:
+    """What the user asked for. `trunk_bytes` and `cache_bytes` fix a share by hand; None leaves it to the plan."""
 
-    trunk: int
+    total: int | None = None
+    trunk_bytes: int | None = None
+    cache_bytes: int | None = None
+    cache_experts: int | None = None
+    context: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The facts that a plan is made of. `matrices` is the walk; experts count all bound layers."""
+
+    config: ModelConfig
+    layers: int
+    matrices: Sequence[StoredMatrix]
+    small_bytes: int
+    expert_bytes: int
     experts: int
-    largest_expert: int
+
+    @property
+    def kda_layers(self) -> int:
+        return sum(self.config.is_kda(index) for index in range(self.layers))
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Latent cache of one position, all bound MLA layers."""
+        return (self.layers - self.kda_layers) * MlaCache.nbytes_per_position(self.config)
+
+    @property
+    def state_bytes(self) -> int:
+        """Recurrent states and convolution tails of one sequence."""
+        return self.kda_layers * KdaState.nbytes(self.config)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Stored bytes of the walk."""
+        return sum(block.nbytes for matrix in self.matrices for block in matrix.blocks)
+
+    @property
+    def largest_block(self) -> int:
+        """Pages of the largest block of the walk, in bytes."""
+        return max(aligned_span(b.offset, b.nbytes) for matrix in self.matrices for b in matrix.blocks)
+
+    @property
+    def expert_buffer(self) -> int:
+        """Pages that hold an expert wherever it begins, in bytes."""
+        return -(-self.expert_bytes // PAGE) * PAGE + PAGE if self.experts else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryPlan:
     """What a run holds in memory, in bytes by item, and what follows from it.
 
-    Weights that are not resident are read each time they are needed. `context` is the room of a sequence in positions.
+    `trunk_budget` bounds the stored bytes of trunk and head kept between tokens, `expert_slots` the experts kept;
+    `arrivals` experts may be on their way at once. `context` is the room of a sequence in positions.
     """
 
     items: dict[str, int]
-    trunk_resident: bool
-    experts_resident: bool
+    limit: int
     context: int
     chunk: int
+    ring_bytes: int
+    trunk_budget: int
+    expert_slots: int
+    arrivals: int
+    pinned: frozenset[StoredBlock] = field(repr=False, default=frozenset())
 
     @property
     def total_bytes(self) -> int:
         return sum(self.items.values())
 
 
-def usable_memory() -> int:
-    """Bytes that a run may take on this machine now, what this process holds already included."""
-    return int(_USABLE_SHARE * psutil.virtual_memory().available) + psutil.Process().memory_info().rss
+def plan_memory(needs: Needs, request: MemoryRequest, limit: int) -> MemoryPlan:
+    """Plan one sequence within `limit` bytes.
 
-
-def plan_memory(
-    config: ModelConfig, weights: WeightBytes, *, layers: int, chunk: int, context: int | None, usable: int
-) -> MemoryPlan:
-    """Plan one sequence in `usable` bytes: experts and trunk become resident where they fit, the trunk first.
-
-    Without `context` it is the smaller of the model's limit and what fits in half of the memory left over.
+    Without a chunk it is the largest of CHUNKS that leaves the run feasible; without a context it is the smaller
+    of the model's limit and what fits in half of the memory left over.
 
     Raises:
-        MachineError: even reading everything on demand does not fit.
+        MachineError: it does not fit; the message has the items and the shortfall.
     """
-    kda_layers = sum(config.is_kda(index) for index in range(layers))
-    per_position = (layers - kda_layers) * MlaCache.nbytes_per_position(config)
+    smallest: MemoryPlan | None = None
+    for attempt in _attempts(needs, request):
+        if attempt.total_bytes <= limit:
+            return _spend(needs, request, attempt, limit)
+        smallest = attempt
+    assert smallest is not None
+    raise MachineError(_refusal(smallest.items, limit))
+
+
+def _attempts(needs: Needs, request: MemoryRequest) -> Sequence[MemoryPlan]:
+    """Plans of the bare minimum, the most comfortable first."""
+    chunks = CHUNKS if request.chunk is None else (request.chunk,)
+    top_k = needs.config.num_experts_per_token
+    arrivals = [n for n in dict.fromkeys((top_k, top_k // 2, top_k // 4, 2, 1)) if n] if needs.experts else [0]
+    steps = [(chunk, RING_SIZES[0], arrivals[0]) for chunk in chunks]
+    steps += [(chunks[-1], ring, arrivals[0]) for ring in RING_SIZES[1:]]
+    steps += [(chunks[-1], RING_SIZES[-1], count) for count in arrivals[1:]]
+    return [_minimum(needs, request, *step) for step in steps]
+
+
+def _minimum(needs: Needs, request: MemoryRequest, chunk: int, ring: int, arrivals: int) -> MemoryPlan:
+    trunk = request.trunk_bytes or 0
+    slots = _asked_slots(needs, request) or 0
+    pinned = pinned_blocks(needs.matrices, trunk)
+    ring = _ring_bytes(needs, ring, pinned)
     items = {
-        "interpreter, libraries, index": psutil.Process().memory_info().rss,
-        "working buffers": _WORKING_BUFFERS + weights.largest_expert,
-        "activations": chunk * _activation_bytes(config),
-        "recurrent states": kda_layers * KdaState.nbytes(config),
-        "latent cache": per_position * (context or 1),
+        "interpreter, libraries, index": resident_bytes() + GROWTH,
+        "norms and other small tensors": needs.small_bytes,
+        "recurrent states": needs.state_bytes,
+        "latent cache": needs.bytes_per_position * (request.context or 2),
+        "activations": chunk * _activation_bytes(needs.config) + _kernel_bytes(needs.config, chunk),
+        "ring": ring,
+        "arriving experts": arrivals * needs.expert_buffer,
+        "trunk and head kept": pinned_bytes(needs.matrices, pinned),
+        "experts kept": slots * needs.expert_buffer,
     }
-    needed = sum(items.values())
-    if needed > usable:
-        raise MachineError(_refusal(items, usable))
-    trunk_resident = needed + weights.trunk <= usable
-    experts_resident = trunk_resident and needed + weights.trunk + weights.experts <= usable
-    items["trunk and head"] = weights.trunk if trunk_resident else 0
-    items["experts"] = weights.experts if experts_resident else 0
-    if context is None:
-        context = config.max_position_embeddings
-        if per_position:
-            left = usable - sum(items.values())
-            context = max(1, min(context, left // 2 // per_position))
-        items["latent cache"] = per_position * context
-    return MemoryPlan(items, trunk_resident, experts_resident, context, chunk)
+    return MemoryPlan(items, 0, request.context or 2, chunk, ring, trunk, slots, arrivals, pinned)
+
+
+def _spend(needs: Needs, request: MemoryRequest, minimum: MemoryPlan, limit: int) -> MemoryPlan:
+    """Give what is left over to the context, the pins and the experts, in this order."""
+    items = dict(minimum.items)
+    left = limit - minimum.total_bytes
+    context = minimum.context
+    if request.context is None:
+        context = needs.config.max_position_embeddings
+        if needs.bytes_per_position:
+            context = min(context, max(2, left // 2 // needs.bytes_per_position))
+        items["latent cache"] = needs.bytes_per_position * context
+        left -= items["latent cache"] - minimum.items["latent cache"]
+    trunk, pinned, ring = minimum.trunk_budget, minimum.pinned, minimum.ring_bytes
+    if request.trunk_bytes is None:
+        trunk, pinned = _largest_pins(needs, left)
+        ring = _ring_bytes(needs, ring, pinned)
+        items["trunk and head kept"] = pinned_bytes(needs.matrices, pinned)
+        left += items["ring"] - ring - items["trunk and head kept"]
+        items["ring"] = ring
+    slots = minimum.expert_slots
+    if _asked_slots(needs, request) is None and needs.experts:
+        slots = min(needs.experts, left // needs.expert_buffer)
+        items["experts kept"] = slots * needs.expert_buffer
+    return MemoryPlan(items, limit, context, minimum.chunk, ring, trunk, slots, minimum.arrivals, pinned)
+
+
+def _largest_pins(needs: Needs, left: int) -> tuple[int, frozenset[StoredBlock]]:
+    """The largest budget whose pins, page alignment included, fit in `left` bytes."""
+    budget = min(left, needs.matrix_bytes)
+    pinned = pinned_blocks(needs.matrices, budget)
+    while (excess := pinned_bytes(needs.matrices, pinned) - left) > 0:
+        budget = max(0, budget - excess)
+        pinned = pinned_blocks(needs.matrices, budget)
+    return budget, pinned
+
+
+def _ring_bytes(needs: Needs, wanted: int, pinned: frozenset[StoredBlock]) -> int:
+    """The ring's size: no larger than what flows through it, and room for two of the largest blocks at least."""
+    flowing = [b for matrix in needs.matrices for b in matrix.blocks if b not in pinned]
+    spans = [aligned_span(b.offset, b.nbytes) for b in flowing]
+    return min(max(wanted, 2 * max(spans)), sum(spans)) if spans else 0
+
+
+def _asked_slots(needs: Needs, request: MemoryRequest) -> int | None:
+    asked = request.cache_experts
+    if request.cache_bytes is not None and needs.expert_bytes:
+        asked = request.cache_bytes // needs.expert_bytes
+    return None if asked is None else min(asked, needs.experts)
+
+
+def _kernel_bytes(config: ModelConfig, chunk: int) -> int:
+    """Working memory of the kernels: packed rows of the widest matrix, and scratch."""
+    columns = max(config.hidden_size, config.intermediate_size, config.kda_projection_size, config.mla_output_size)
+    return 4 * min(chunk, _KERNEL_ROWS) * columns + _KERNEL_SCRATCH
 
 
 def _activation_bytes(config: ModelConfig) -> int:
     """Bytes that one row of a step takes at its widest: the residual stream and one layer's intermediate values."""
-    attention = max(8 * config.kda_projection_size, 2 * config.mla_query_size + 4 * config.mla_output_size)
-    routed = 2 * config.num_experts_per_token * config.routed_expert_hidden_size + 3 * config.num_experts
-    feed_forward = max(3 * config.intermediate_size, routed + 3 * config.shared_intermediate_size)
-    stream = (config.num_snapshots + 6) * config.hidden_size
-    return 4 * (stream + max(attention, feed_forward, 2 * config.vocab_size))
+    attention = max(9 * config.kda_projection_size, 2 * config.mla_query_size + 4 * config.mla_output_size)
+    routed = 2 * config.num_experts_per_token * config.routed_expert_hidden_size + 4 * config.num_experts
+    inner = 6 * config.moe_intermediate_size
+    feed_forward = max(3 * config.intermediate_size, routed + inner + 4 * config.shared_intermediate_size)
+    stream = (config.num_snapshots + 8) * config.hidden_size
+    return 4 * (stream + max(attention, feed_forward)) + 16 * config.vocab_size // max(CHUNKS)
 
 
-def _refusal(items: dict[str, int], usable: int) -> str:
-    listed = "; ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in items.items())
-    short = (sum(items.values()) - usable) / 1e9
+def _refusal(items: dict[str, int], limit: int) -> str:
+    listed = "; ".join(f"{name} {nbytes / 1e9:.3f} GB" for name, nbytes in items.items() if nbytes)
+    needed = sum(items.values())
     return (
-        f"the run needs {sum(items.values()) / 1e9:.2f} GB of memory ({listed}), {usable / 1e9:.2f} GB are available: "
-        f"{short:.2f} GB are missing. Ask for a smaller context (--context) or chunk (--chunk), or free memory."
+        f"the run needs {needed / 1e9:.3f} GB of memory ({listed}), and {limit / 1e9:.3f} GB are to be had: "
+        f"{(needed - limit) / 1e9:.3f} GB are missing. Give it more with --memory, keep less with --trunk-gb and "
+        "--cache-gb, or ask for a smaller --context or --chunk."
     )

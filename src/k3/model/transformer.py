@@ -79,15 +79,18 @@ class Transformer:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def hidden(self, ops: Kernels, experts: ExpertSource, ids: npt.NDArray[np.int64], batch: Batch) -> F32Array:
+    def hidden(
+        self, ops: Kernels, experts: ExpertSource, ids: npt.NDArray[np.int64], batch: Batch, *, head: bool
+    ) -> F32Array:
         """Walk all layers once; float32 [surviving rows, hidden_size], before the final norm.
 
-        Parts that fail leave the batch at the end of the layer in which they failed, with their error set.
+        Parts that fail leave the batch at the end of the layer in which they failed, with their error set. `head`
+        tells whether `logits` will be asked for.
         """
+        self._source.begin_step(head=head)
         stream = ResidualStream(self._source.embed(ids))
         for layer in self._layers:
-            with self._source.layer(layer.index) as weights:
-                layer(ops, weights, experts, stream, batch)
+            layer(ops, self._source.layer(layer.index), experts, stream, batch)
             kept = batch.drop_failed()
             if kept is not None:
                 stream.keep(kept)
@@ -97,8 +100,7 @@ class Transformer:
 
     def logits(self, ops: Kernels, hidden: F32Array) -> F32Array:
         """float32 [rows, hidden_size] to [rows, vocab_size]."""
-        with self._source.head() as weights:
-            return linear(ops, weights, "lm_head.weight", self._norm(ops, hidden), self.config.vocab_size)
+        return linear(ops, self._source.head(), "lm_head.weight", self._norm(ops, hidden), self.config.vocab_size)
 
 
 def _norm(config: ModelConfig, source: WeightSource, layer: int | None, name: str) -> RmsNorm:

@@ -7,7 +7,6 @@ are resident, read on demand or streamed is the business of whoever implements t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,11 +32,11 @@ class LayerWeights(Protocol):
     """
 
     def blocks(self, name: str) -> Iterator[RowBlock]:
-        """The matrix in blocks of rows, ascending; a block is valid until the next one is asked for."""
+        """The matrix in blocks of rows, ascending; a block is valid until the next one, of any matrix, is asked for."""
         ...
 
     def matrix(self, name: str) -> Weight:
-        """The whole matrix, valid until the layer is left."""
+        """The whole matrix at once, valid until the next one is asked for; for `kv_b_proj`, which is used by heads."""
         ...
 
 
@@ -48,12 +47,16 @@ class WeightSource(Protocol):
         """A small tensor widened to float32, in its stored shape; `layer` None means the top level."""
         ...
 
-    def layer(self, index: int) -> AbstractContextManager[LayerWeights]:
-        """Enter layer `index` (0-based). Layers are entered in ascending order within a step."""
+    def begin_step(self, *, head: bool) -> None:
+        """Begin to walk over the layers; `head` tells whether the step will ask for the head."""
         ...
 
-    def head(self) -> AbstractContextManager[LayerWeights]:
-        """Enter the output head: `lm_head.weight`."""
+    def layer(self, index: int) -> LayerWeights:
+        """The matrices of layer `index` (0-based). Layers are entered in ascending order within a step."""
+        ...
+
+    def head(self) -> LayerWeights:
+        """The output head: `lm_head.weight`."""
         ...
 
     def embed(self, ids: npt.NDArray[np.int64]) -> F32Array:
