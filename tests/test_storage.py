@@ -119,7 +119,7 @@ def test_counts_by_class(reader, file):
 
 
 def test_arena():
-    arena = Arena(1000)
+    arena = Arena(3 * ALIGNMENT)
     first, second = arena.take(10), arena.take(700)
     assert all(piece.ctypes.data % ALIGNMENT == 0 for piece in (first, second))
     second[:] = 1
