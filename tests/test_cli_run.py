@@ -154,8 +154,11 @@ def test_special_makes_control_tokens_of_their_spellings(record, model):
 
 def test_the_model_without_tokenizer_files_takes_ids_only(cli):
     assert cli.ok("run", TINY_A, "--ids", "1,2", "--gen", 3).out.count(",") == 2
-    assert "tiktoken.model" in cli.refused("run", TINY_A, "--prompt", "a")
-    assert "a stop string needs the tokenizer's files" in cli.refused("run", TINY_A, "--ids", "1", "--stop", "a")
+    for needs_text in (("--prompt", "a"), ("--ids", "1", "--stop", "a")):
+        ran = cli("run", TINY_A, *needs_text)
+        assert ran.code == 2
+        assert f"{TINY_A / 'tiktoken.model'}: this tokenizer file is missing." in ran.complaint
+        assert "memory plan" not in ran.err
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/dev/null", ""])
