@@ -125,6 +125,15 @@ def test_no_status_while_the_cursor_waits_behind_the_last_column(tty):
     assert both.getvalue() == "abcd"
 
 
+@pytest.mark.parametrize("text", ["abcdef", "abc日", "ab\tcdef"])
+def test_the_status_is_back_when_the_text_has_wrapped(tty, text):
+    both = tty(4)
+    terminal = Terminal(both, both)
+    terminal.write(text)
+    terminal.status("status")
+    assert shown(both.getvalue(), 4, 24)[-1] == "sta"
+
+
 def test_lines_stand_on_rows_of_their_own(tty):
     both = tty()
     with Terminal(both, both) as terminal:
@@ -147,7 +156,8 @@ def test_an_error_leaves_neither_a_status_nor_an_open_line(tty):
             terminal.status("status")
             raise KeyboardInterrupt
 
-    pytest.raises(KeyboardInterrupt, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert shown(both.getvalue() + "next", 80, 24) == ["some text", "next"]
 
 

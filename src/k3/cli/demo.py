@@ -13,7 +13,12 @@ DEFAULT_PROMPT = "The river"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "k3 demo [PROMPT] [options]"
     parser.add_argument(
-        "given", metavar="PROMPT", nargs="?", type=options.text, default=DEFAULT_PROMPT, help="(default: %(default)r)"
+        "given",
+        metavar="PROMPT",
+        nargs="?",
+        type=options.text,
+        default=DEFAULT_PROMPT,
+        help="the text to continue (default: %(default)r)",
     )
     options.add_special(parser)
     options.add_sampling(parser, gen=24)

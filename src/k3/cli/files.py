@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         beside = _beside(path)
         try:
             beside.write_bytes(data)
-            beside.replace(path.resolve())
+            beside.replace(_target(path))
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
@@ -51,30 +51,36 @@ def require_writable(**results: Path | None) -> None:
         if path is None:
             continue
         option = f"--{name.replace('_', '-')}"
-        if path.is_dir():
-            raise UsageError(f"{option}: {path} is a folder, expected the path of a file. Name a file in it.")
-        if _is_special(path):
-            continue
         try:
-            beside = _beside(path)
-            beside.touch(exist_ok=False)
-            beside.unlink()
+            _try_to_write(path)
         except OSError as error:
             raise UsageError(
-                f"{option}: {path} can't be written: {error.strerror}. Make the folder, or name another place."
+                f"{option}: {path} can't be written: {error.strerror}. Name a file in a folder that is there."
             ) from error
-        if (other := options.setdefault(path.resolve(), option)) != option:
+        if (other := options.setdefault(_target(path), option)) != option:
             raise UsageError(f"{option} and {other} are both {path}. Give each result its own file.")
+
+
+def _try_to_write(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not _is_special(path):
+        beside = _beside(path)
+        beside.touch(exist_ok=False)
+        beside.unlink()
 
 
 def _is_special(path: Path) -> bool:
     """Whether something is there that is neither a file nor a folder, like /dev/stdout."""
-    with contextlib.suppress(OSError):
-        return path.exists() and not path.is_file() and not path.is_dir()
-    return False
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _target(path: Path) -> Path:
+    """The file that is written: a link stays a link."""
+    return Path(os.path.realpath(path))
 
 
 def _beside(path: Path) -> Path:
-    """Where a file is written before it takes its name; a link stays a link."""
-    target = path.resolve()
+    """Where a file is written before it takes its name."""
+    target = _target(path)
     return target.with_name(f".{target.name}.{os.getpid()}.tmp")

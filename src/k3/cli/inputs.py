@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def load_model(arguments: argparse.Namespace, progress: Progress, *, needs_text: bool = False) -> Model:
     """Load the checkpoint as the options say.
 
-    The tokenizer is looked for only where it has work to do: the input is a text, `needs_text`, or --tok names it.
+    A tokenizer is loaded, and must then be there, where the input is a text, with `needs_text`, or if --tok names it.
 
     Raises:
         UsageError: nothing was given to work on.
@@ -25,6 +25,8 @@ def load_model(arguments: argparse.Namespace, progress: Progress, *, needs_text:
 
     if not arguments.given:
         raise UsageError("the text is empty. Give at least one character.")
+    needs_text = needs_text or isinstance(arguments.given, str)
+    tokenizer = arguments.tok or (arguments.model if needs_text else None)
     model = load(
         arguments.model,
         threads=arguments.threads,
@@ -32,8 +34,8 @@ def load_model(arguments: argparse.Namespace, progress: Progress, *, needs_text:
         chunk=arguments.chunk,
         layers=arguments.layers,
         config=arguments.config,
-        tokenizer=arguments.tok,
-        with_tokenizer=needs_text or isinstance(arguments.given, str) or arguments.tok is not None,
+        tokenizer=tokenizer,
+        with_tokenizer=tokenizer is not None,
         events=progress.events(),
     )
     if arguments.layers is not None and arguments.layers < model.config.num_hidden_layers:

@@ -47,13 +47,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """Options may stand before, between and behind the other arguments.
-
-        argparse can do that with neither subcommands nor `--`; there they stand before or behind.
-        """
-        if self._subparsers is not None or "--" in arguments:
-            return self.parse_args(arguments)
-        return self.parse_intermixed_args(arguments)
+        """Parse a whole command line; options may stand before, between and behind the other arguments."""
+        parsed, rest = self.parse_known_args(arguments)
+        if rest and self._subparsers is None:
+            # Before Python 3.12.7 an optional argument counts as absent when an option stands before it.
+            return self.parse_intermixed_args(arguments)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return parsed
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         # The inherited method drops what can't be written, and an unread help would be a success.
