@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import k3
-from k3.engine import loading
 from k3.kernels import available_isas
 
 PROMPT = [int(i) for i in np.random.default_rng(5).integers(0, 700, 67)]
@@ -86,25 +85,27 @@ def test_states_do_not_depend_on_the_chunks(chunk):
             assert np.array_equal(a._rows[: len(a)], b._rows[: len(b)])
 
 
-@pytest.mark.parametrize("resident", ["all", "trunk", "nothing"])
-def test_where_the_weights_lie(resident, monkeypatch):
-    real = loading.plan_memory
-
-    def plan(config, weights, **settings):
-        usable = {"all": 1 << 40, "trunk": 0, "nothing": 0}[resident]
-        small = real(config, weights, **(settings | {"usable": 1 << 40}))
-        least = small.total_bytes - weights.trunk - weights.experts
-        usable = usable or least + (weights.trunk + weights.experts - 1 if resident == "trunk" else 0)
-        return real(config, weights, **(settings | {"usable": usable}))
-
-    monkeypatch.setattr(loading, "plan_memory", plan)
-    with k3.load("demo", context=256) as model:
-        assert model.plan.trunk_resident == (resident != "nothing")
-        assert model.plan.experts_resident == (resident == "all")
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+@pytest.mark.parametrize("experts", [0, 16, 17, 40, 112])
+@pytest.mark.parametrize("trunk", [0, 0.0003, 0.0006, 1])
+def test_where_the_weights_lie(trunk, experts, direct):
+    with k3.load("demo", context=256, trunk_gb=trunk, cache_experts=experts, direct=direct) as model:
         assert run(model, 64, company=True) == expected()
-        costs = model.engine.costs()
-        assert (costs.expert_resident_hits == costs.expert_requests) == (resident == "all")
-        assert costs.expert_requests > 0
+        before = model.engine.costs()
+        [_] = model.engine.step([(model.engine.new_sequence(), [5])])
+        costs = model.engine.costs() - before
+        walk = sum(block.nbytes for matrix in walk_of(model) for block in matrix.blocks)
+        pinned = sum(block.nbytes for block in model.plan.pinned)
+        assert pinned <= trunk * 1e9 < pinned + walk // 10 or pinned == walk
+        assert costs.bytes_read.trunk + costs.bytes_read.head == walk - pinned
+        misses = costs.expert_requests - costs.expert_resident_hits
+        assert costs.bytes_read.experts == misses * 3264
+        assert (misses == 0) == (experts == 112)
+        assert (costs.expert_resident_hits == 0) == (experts == 0)
+
+
+def walk_of(model):
+    return model.engine._transformer._source._stream._matrices.values()
 
 
 def test_a_recycled_place_starts_from_nothing():

@@ -71,6 +71,11 @@ class Model:
         return self._tokenizer
 
     @property
+    def direct_io(self) -> bool:
+        """Whether every large read so far went past the page cache."""
+        return self._reader.direct
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The ids that end a generation: those of the configs, and those that the tokenizer names."""
         return self._stop_ids

@@ -133,9 +133,7 @@ _WIDE: dict[str, Any] = {
 }
 
 
-def _config(
-    shape: dict[str, Any], kda_heads: int, kda_head_dim: int, mla_layers: list[int]
-) -> dict[str, Any]:
+def _config(shape: dict[str, Any], kda_heads: int, kda_head_dim: int, mla_layers: list[int]) -> dict[str, Any]:
     """A `config.json` in the released nested shape, without the vision part; `mla_layers` count from one."""
     first_special = shape["vocab_size"] - SPECIAL_SLOTS
     special = {
@@ -268,9 +266,7 @@ def _check_space(out: Path, needed: int) -> None:
         )
 
 
-def _write_shards(
-    partial: Path, shards: list[_Shard], seed: int, progress: Progress | None, threads: int
-) -> None:
+def _write_shards(partial: Path, shards: list[_Shard], seed: int, progress: Progress | None, threads: int) -> None:
     total, done = sum(shard.plan.nbytes for shard in shards), 0
     for number, shard in enumerate(shards, 1):
         for written in _write_shard(partial / shard_name(number, len(shards)), shard, seed, threads):

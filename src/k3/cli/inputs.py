@@ -29,6 +29,12 @@ def load_model(arguments: argparse.Namespace, progress: Progress, *, needs_text:
     tokenizer = arguments.tok or (arguments.model if needs_text else None)
     model = load(
         arguments.model,
+        memory=arguments.memory,
+        trunk_gb=arguments.trunk_gb,
+        cache_gb=arguments.cache_gb,
+        cache_experts=arguments.cache_experts,
+        extra_dirs=arguments.extra_dir,
+        direct=not arguments.no_direct,
         threads=arguments.threads,
         context=arguments.context,
         chunk=arguments.chunk,

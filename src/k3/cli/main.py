@@ -98,6 +98,9 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"k3 {__version__}")
         return 0
+    if arguments[0] == "--list-presets":
+        print(_presets())
+        return 0
     name, *rest = arguments
     if name not in COMMANDS:
         kind = "an option of k3 itself" if name.startswith("-") else "a command"
@@ -114,13 +117,22 @@ def _dispatch(arguments: list[str]) -> int:
     return int(module.execute(parsed))
 
 
+def _presets() -> str:
+    from k3.engine.sizes import PRESETS
+
+    lines = [f"{'preset':<14}{'--trunk-gb':>10}{'--cache-gb':>12}"]
+    lines += [f"{name:<14}{preset.trunk_gb:>10g}{preset.cache_gb:>12g}" for name, preset in PRESETS.items()]
+    return "\n".join([*lines, "", "All else that a run needs comes on top: about 1.3 GB at Kimi K3's full shape."])
+
+
 def _help() -> str:
     commands = "\n".join(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items())
     return (
         "usage: k3 COMMAND ...\n\n"
         "Runs Kimi K3 exactly, on one ordinary machine.\n\n"
         f"commands:\n{commands}\n\n"
-        "k3 COMMAND --help lists a command's options; k3 --version prints the version.\n"
+        "k3 COMMAND --help lists a command's options; k3 --version prints the version,\n"
+        "k3 --list-presets the names of memory settings.\n"
         "MODEL is a checkpoint directory, or the word `demo` for the embedded model."
     )
 

@@ -44,8 +44,61 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", metavar="PATH", type=Path, help="a config file instead of MODEL/config.json")
     group.add_argument("--layers", metavar="N", type=positive, help="bind the first N layers; not the model's output")
     group.add_argument("--threads", metavar="N", type=positive, help="threads that compute (default: physical cores)")
-    group.add_argument("--chunk", metavar="N", type=positive, default=64, help="prompt rows a step (default: 64)")
+    group.add_argument(
+        "--extra-dir",
+        metavar="DIR",
+        type=Path,
+        action="append",
+        default=[],
+        help="more shards are there; may be repeated",
+    )
+    group.add_argument("--no-direct", action="store_true", help="read through the page cache")
+    add_memory(parser)
+
+
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """How much memory a run takes, and for what. A later flag wins over an earlier one that names the same number."""
+    group = parser.add_argument_group("memory")
+    group.add_argument("--memory", metavar="SIZE", default="auto", help="peak of memory, such as 8GB (default: auto)")
+    group.add_argument("--trunk-gb", metavar="X", type=gigabytes, help="GB of trunk and head kept between tokens")
+    group.add_argument("--cache-gb", metavar="Y", type=gigabytes, help="GB of experts kept between tokens")
+    group.add_argument("--cache-experts", metavar="N", type=whole, help="experts kept, as a number: for experiments")
+    group.add_argument("--preset", action=_Preset, help="such a pair of GB; `k3 --list-presets` names them")
+    group.add_argument("--chunk", metavar="N", type=positive, help="prompt rows a step (default: up to 64, by memory)")
     group.add_argument("--context", metavar="N", type=positive, help="positions to make room for (default: by memory)")
+
+
+class _Preset(argparse.Action):
+    """Sets the two numbers that a preset stands for, as their own flags would."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:  # noqa: A002
+        from k3.engine.sizes import PRESETS
+
+        super().__init__(option_strings, dest, choices=sorted(PRESETS), metavar="NAME", help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        from k3.engine.sizes import PRESETS
+
+        preset = PRESETS[str(values)]
+        namespace.trunk_gb, namespace.cache_gb = preset.trunk_gb, preset.cache_gb
+        namespace.cache_experts = None
+
+
+def gigabytes(value: str) -> float:
+    """A number of GB, from zero up.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not one.
+    """
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{0,9})?", value):
+        raise argparse.ArgumentTypeError(f"expected a number of GB from 0 up, found {_shown(value)}")
+    return float(value)
 
 
 def add_sampling(parser: argparse.ArgumentParser, gen: int = 8) -> None:

@@ -36,7 +36,10 @@ class Progress:
         self.note(f"memory plan: {size(plan.total_bytes)}")
         for name, nbytes in plan.items.items():
             self.note(f"  {name:<30}{size(nbytes):>10}")
-        self.note(f"context {plan.context} positions, {plan.chunk} prompt rows a step, {_residency(plan)}")
+        self.note(
+            f"context {plan.context} positions, {plan.chunk} prompt rows a step; between tokens "
+            f"{size(plan.trunk_budget)} of the trunk and {plan.expert_slots} experts are kept"
+        )
 
     def loading(self, done: int, total: int) -> None:
         """Bytes of weights loaded and in all."""
@@ -120,12 +123,6 @@ class _Work:
             return None
         self._told = now
         return now - self._began
-
-
-def _residency(plan: MemoryPlan) -> str:
-    if plan.trunk_resident and plan.experts_resident:
-        return "all weights resident"
-    return "trunk resident, experts read on demand" if plan.trunk_resident else "all weights read on demand"
 
 
 def size(nbytes: float) -> str:

@@ -52,7 +52,6 @@ def _params(arguments: argparse.Namespace) -> GenerationParams:
         sampling=SamplingParams(arguments.temperature, arguments.top_p, arguments.top_k, arguments.seed),
         stop=tuple(arguments.stop),
         full_recompute=arguments.full_recompute,
-        chunk=arguments.chunk,
     )
 
 
@@ -60,6 +59,7 @@ def _start(arguments: argparse.Namespace, model: Model, params: GenerationParams
     from dataclasses import replace
 
     ids = given_ids(arguments, model)
+    params = replace(params, chunk=model.plan.chunk)
     if not arguments.ignore_eos:
         params = replace(params, stop_ids=model.stop_ids)
     generation = model.start(ids, params, progress.prompt)
@@ -108,5 +108,5 @@ def run_record(model: Model, generation: Generation) -> dict[str, Any]:
         "threads": model.engine.ops.threads,
         "chunk": model.plan.chunk,
         "isa": model.engine.ops.isa,
-        "direct_io": False,
+        "direct_io": model.direct_io,
     }

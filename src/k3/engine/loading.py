@@ -31,7 +31,8 @@ from k3.storage.stream import Progress, WeightStream
 class LoadOptions:
     """How to load a checkpoint. `layers` binds the first layers only; `config` replaces the checkpoint's own file.
 
-    `trunk` is a packed trunk. Shards may also lie in `extra_dirs`. `direct` reads past the page cache where the file system lets it.
+    `trunk` is a packed trunk. Shards may also lie in `extra_dirs`. `direct` reads past the page cache where the file
+    system lets it.
     """
 
     memory: MemoryRequest = field(default_factory=MemoryRequest)

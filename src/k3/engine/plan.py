@@ -166,11 +166,10 @@ def _spend(needs: Needs, request: MemoryRequest, minimum: MemoryPlan, limit: int
         left -= items["latent cache"] - minimum.items["latent cache"]
     trunk, pinned, ring = minimum.trunk_budget, minimum.pinned, minimum.ring_bytes
     if request.trunk_bytes is None:
-        trunk, pinned = _largest_pins(needs, left)
+        trunk, pinned = _largest_pins(needs, left + ring, ring)
         ring = _ring_bytes(needs, ring, pinned)
-        items["trunk and head kept"] = pinned_bytes(needs.matrices, pinned)
-        left += items["ring"] - ring - items["trunk and head kept"]
-        items["ring"] = ring
+        left += items["ring"] - ring - pinned_bytes(needs.matrices, pinned)
+        items |= {"ring": ring, "trunk and head kept": pinned_bytes(needs.matrices, pinned)}
     slots = minimum.expert_slots
     if _asked_slots(needs, request) is None and needs.experts:
         slots = min(needs.experts, left // needs.expert_buffer)
@@ -178,14 +177,19 @@ def _spend(needs: Needs, request: MemoryRequest, minimum: MemoryPlan, limit: int
     return MemoryPlan(items, limit, context, minimum.chunk, ring, trunk, slots, minimum.arrivals, pinned)
 
 
-def _largest_pins(needs: Needs, left: int) -> tuple[int, frozenset[StoredBlock]]:
-    """The largest budget whose pins, page alignment included, fit in `left` bytes."""
-    budget = min(left, needs.matrix_bytes)
-    pinned = pinned_blocks(needs.matrices, budget)
-    while (excess := pinned_bytes(needs.matrices, pinned) - left) > 0:
-        budget = max(0, budget - excess)
+def _largest_pins(needs: Needs, room: int, ring: int) -> tuple[int, frozenset[StoredBlock]]:
+    """About the largest budget whose pins, in whole pages, and the ring for the rest fit in `room` bytes."""
+    low, high = 0, min(room, needs.matrix_bytes) + 1
+    best = (0, pinned_blocks(needs.matrices, 0))
+    budget = high - 1
+    while high - low > needs.largest_block // 8:
         pinned = pinned_blocks(needs.matrices, budget)
-    return budget, pinned
+        if pinned_bytes(needs.matrices, pinned) + _ring_bytes(needs, ring, pinned) <= room:
+            low, best = budget, (budget, pinned)
+        else:
+            high = budget
+        budget = (low + high) // 2
+    return best
 
 
 def _ring_bytes(needs: Needs, wanted: int, pinned: frozenset[StoredBlock]) -> int:

@@ -128,9 +128,7 @@ class Tokenizer:
         stop_ids: ids that end a generation: `<|end_of_msg|>`, `[EOS]`, `[EOT]` and the config's `eos_token`.
     """
 
-    def __init__(
-        self, tokens: Sequence[bytes], control_names: Sequence[str], eos_token: str | None = None
-    ) -> None:
+    def __init__(self, tokens: Sequence[bytes], control_names: Sequence[str], eos_token: str | None = None) -> None:
         """Build from checked parts; `Tokenizer.load` reads and checks the files.
 
         Args:
@@ -166,9 +164,7 @@ class Tokenizer:
         names = config.control_names(len(tokens))
         return cls(tokens, names, config.eos_token(names))
 
-    def encode(
-        self, text: str, allow_special: bool = False, *, guards: LengthGuards = RELEASED_GUARDS
-    ) -> list[int]:
+    def encode(self, text: str, allow_special: bool = False, *, guards: LengthGuards = RELEASED_GUARDS) -> list[int]:
         """The ids of `text`.
 
         Unless `allow_special`, what spells a control token is plain text and gives ordinary ids only. With
@@ -296,9 +292,7 @@ def _fail_duplicate(path: Path, tokens: list[bytes]) -> NoReturn:
     token = next(token for token, count in Counter(tokens).items() if count > 1)
     first = tokens.index(token)
     second = tokens.index(token, first + 1)
-    _fail(
-        path, f"lines {first + 1} and {second + 1} hold the same token {_excerpt(token)}; expected it once."
-    )
+    _fail(path, f"lines {first + 1} and {second + 1} hold the same token {_excerpt(token)}; expected it once.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,9 +371,7 @@ class _Config:
     def _spelling(self, key: str, entry: Any) -> str:
         content = entry.get("content") if isinstance(entry, dict) else None
         if not isinstance(content, str) or not content:
-            _fail(
-                self.path, f"added_tokens_decoder has no content for id {key}; expected the token's spelling."
-            )
+            _fail(self.path, f"added_tokens_decoder has no content for id {key}; expected the token's spelling.")
         try:
             content.encode()
         except UnicodeEncodeError:
