@@ -13,7 +13,7 @@ import pytest
 
 import k3
 from cli_helpers import Cli
-from conftest import TINY_A, copy_checkpoint, shard_of
+from conftest import TINY_A, copy_checkpoint, edit_tensor, shard_of
 from k3.api import model_path
 from k3.engine import loading
 
@@ -501,6 +501,18 @@ def test_a_void_generation_names_the_ids_that_must_not_be_used(cli, monkeypatch,
     assert len(printed) == 2
     assert f"do not use the ids already printed: [{', '.join(printed)}]" in ran.complaint
     assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_weights_end_with_exit_code_4(cli, tmp_path):
+    def spoil(values):
+        values[-1] = 0x7FC0  # A NaN.
+
+    checkpoint = tmp_path / "model"
+    shutil.copytree(model_path("demo"), checkpoint)
+    edit_tensor(checkpoint, "language_model.lm_head.weight", "<u2", spoil)
+    for command in ("run", "score"):
+        complaint = cli.refused(command, checkpoint, "--ids", "1,2", code=4)
+        assert "not finite" in complaint
 
 
 def test_an_interrupted_run_names_the_ids_so_far(cli, monkeypatch):
