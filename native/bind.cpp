@@ -2,12 +2,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu.hpp"
@@ -88,14 +90,30 @@ void require(bool good, const char* message) {
   if (!good) throw nb::value_error(message);
 }
 
-// `scales` counts for MXFP4 only.
-Matrix matrix_of(const Engine& engine, const In& data, const std::optional<In>& scales) {
-  if (scales.has_value()) {
+using MaybeShape = std::optional<std::pair<int64_t, int64_t>>;
+
+const uint8_t* high_bytes_of(const In& table) {
+  expect<uint8_t>(table, "table", {16}, 0);
+  return static_cast<const uint8_t*>(table.data());
+}
+
+Matrix panel_of(const In& data, const In& table, int64_t rows, int64_t cols) {
+  expect<uint8_t>(data, "weight.data", {kAny}, 0);
+  return Engine::packed12(static_cast<const uint8_t*>(data.data()), size_at(data, 0), high_bytes_of(table), rows, cols);
+}
+
+// `table` is an MXFP4 matrix's scales or, with the shape, the high bytes of 12-bit weights.
+Matrix matrix_of(const Engine& engine, const In& data, const std::optional<In>& table, const MaybeShape& shape) {
+  if (shape.has_value()) {
+    require(table.has_value(), "12-bit weights need their table of high bytes.");
+    return panel_of(data, *table, shape->first, shape->second);
+  }
+  if (table.has_value()) {
     expect<uint8_t>(data, "weight.packed", {kAny, kAny}, 0);
     const int64_t rows = size_at(data, 0), cols = 2 * size_at(data, 1);
     require(cols % 32 == 0, "weight.packed must hold whole groups of 32 columns (16 bytes).");
-    expect<uint8_t>(*scales, "weight.scales", {rows, cols / 32}, 0);
-    return engine.mxfp4(static_cast<const uint8_t*>(data.data()), static_cast<const uint8_t*>(scales->data()), rows,
+    expect<uint8_t>(*table, "weight.scales", {rows, cols / 32}, 0);
+    return engine.mxfp4(static_cast<const uint8_t*>(data.data()), static_cast<const uint8_t*>(table->data()), rows,
                         cols);
   }
   const bool bf16 = data.dtype() == nb::dtype<uint16_t>();
@@ -108,14 +126,44 @@ Matrix matrix_of(const Engine& engine, const In& data, const std::optional<In>& 
           size_at(data, 1)};
 }
 
-void matmul(Engine& engine, const In& x, const In& data, const std::optional<In>& scales, const Out& out) {
-  const Matrix w = matrix_of(engine, data, scales);
+void matmul(Engine& engine, const In& x, const In& data, const std::optional<In>& table, const MaybeShape& shape,
+            const Out& out) {
+  const Matrix w = matrix_of(engine, data, table, shape);
   int64_t rows, cols;
   const Rows in = any_rows(x, "x", rows, cols);
   require(cols == w.cols, "x and the weight have different numbers of columns.");
   const OutRows to = out_of(out, "out", rows, w.rows);
   const nb::gil_scoped_release release;
   engine.matmul(in, rows, w, to);
+}
+
+int64_t encode12(Engine& engine, const In& bits, const In& table, const Out& panel) {
+  expect<uint16_t>(bits, "bits", {kAny, kAny}, 0);
+  const int64_t rows = size_at(bits, 0), cols = size_at(bits, 1);
+  require(cols % 32 == 0, "bits must hold whole blocks of 32 columns.");
+  const uint8_t* high_bytes = high_bytes_of(table);
+  expect<uint8_t>(panel, "panel", {kAny}, 0);
+  require(size_at(panel, 0) >= packed12_limit(rows, cols), "panel has no room for a matrix of which every block is listed.");
+  auto* to = static_cast<uint8_t*>(panel.data());
+  const nb::gil_scoped_release release;
+  return engine.encode12(static_cast<const uint16_t*>(bits.data()), rows, cols, high_bytes, to);
+}
+
+void decode12(Engine& engine, const In& data, const In& table, const Out& bits) {
+  expect<uint16_t>(bits, "bits", {kAny, kAny}, 0);
+  const Matrix w = panel_of(data, table, size_at(bits, 0), size_at(bits, 1));
+  auto* to = static_cast<uint16_t*>(bits.data());
+  const nb::gil_scoped_release release;
+  engine.decode12(w, to);
+}
+
+void count_high_bytes(Engine& engine, const In& bits, const Out& counts) {
+  expect<uint16_t>(bits, "bits", {kAny, kAny}, 0);
+  expect<int64_t>(counts, "counts", {256}, 0);
+  const auto count = static_cast<int64_t>(bits.size());
+  auto* to = static_cast<int64_t*>(counts.data());
+  const nb::gil_scoped_release release;
+  engine.count_high_bytes(static_cast<const uint16_t*>(bits.data()), count, to);
 }
 
 void elementwise(Engine& engine, int op, const In& a, const In& b, float beta, float linear_beta, const Out& out) {
@@ -214,14 +262,16 @@ void kda_output(Engine& engine, const In& o, const In& weight, const In& gate, f
   engine.kda_output(args, rows);
 }
 
-void mla_attention(Engine& engine, const In& q, const In& kv_b, const In& cache, int64_t start, int64_t heads,
+void mla_attention(Engine& engine, const In& q, const In& kv_b, const std::optional<In>& table, const MaybeShape& shape,
+                   const In& cache, int64_t start, int64_t heads,
                    int64_t nope, int64_t v_dim, float scale, const Out& out) {
   MlaArgs args{};
   require(heads > 0 && nope > 0 && v_dim > 0 && start >= 0, "heads, nope and v_dim must be positive, start >= 0.");
   int64_t q_cols, positions, width;
   args.q = any_rows(q, "q", args.rows, q_cols);
   args.cache = any_rows(cache, "cache", positions, width);
-  args.kv_b = matrix_of(engine, kv_b, std::nullopt);
+  args.kv_b = matrix_of(engine, kv_b, table, shape);
+  require(args.kv_b.encoding != Encoding::mxfp4, "kv_b is an MXFP4 matrix.");
   require(q_cols % heads == 0 && q_cols / heads >= nope, "q must be [rows, heads * (nope + rope)].");
   require(args.kv_b.rows == heads * (nope + v_dim), "kv_b must have heads * (nope + v_dim) rows.");
   args.heads = heads;
@@ -320,6 +370,7 @@ std::vector<std::string> available() {
 
 NB_MODULE(_native, m) {
   using namespace k3;
+  nb::set_leak_warnings(false);  // a model that lives until the interpreter's end is no fault
   m.def("available", &available);
   m.def("float_mode", &FloatMode::read);
   m.def("set_float_mode", &FloatMode::write, "mode"_a);
@@ -327,7 +378,11 @@ NB_MODULE(_native, m) {
       .def(nb::init<const std::string&, int>(), "isa"_a, "threads"_a)
       .def_prop_ro("isa", &Engine::isa)
       .def_prop_ro("threads", &Engine::threads)
-      .def("matmul", &matmul, "x"_a.noconvert(), "data"_a.noconvert(), "scales"_a.noconvert().none(), "out"_a.noconvert())
+      .def("matmul", &matmul, "x"_a.noconvert(), "data"_a.noconvert(), "table"_a.noconvert().none(),
+           "shape"_a.none(), "out"_a.noconvert())
+      .def("encode12", &encode12, "bits"_a.noconvert(), "table"_a.noconvert(), "panel"_a.noconvert())
+      .def("decode12", &decode12, "data"_a.noconvert(), "table"_a.noconvert(), "bits"_a.noconvert())
+      .def("count_high_bytes", &count_high_bytes, "bits"_a.noconvert(), "counts"_a.noconvert())
       .def("elementwise", &elementwise, "op"_a, "a"_a.noconvert(), "b"_a.noconvert(), "beta"_a, "linear_beta"_a,
            "out"_a.noconvert())
       .def("rms_norm", &rms_norm, "x"_a.noconvert(), "weight"_a.noconvert(), "eps"_a, "out"_a.noconvert())
@@ -341,7 +396,8 @@ NB_MODULE(_native, m) {
            "decay"_a.noconvert(), "beta"_a.noconvert(), "state"_a.noconvert(), "scale"_a, "out"_a.noconvert())
       .def("kda_output", &kda_output, "o"_a.noconvert(), "weight"_a.noconvert(), "gate"_a.noconvert(), "eps"_a,
            "out"_a.noconvert())
-      .def("mla_attention", &mla_attention, "q"_a.noconvert(), "kv_b"_a.noconvert(), "cache"_a.noconvert(), "start"_a,
+      .def("mla_attention", &mla_attention, "q"_a.noconvert(), "kv_b"_a.noconvert(), "table"_a.noconvert().none(),
+           "shape"_a.none(), "cache"_a.noconvert(), "start"_a,
            "heads"_a, "nope"_a, "v_dim"_a, "scale"_a, "out"_a.noconvert())
       .def("route", &route, "logits"_a.noconvert(), "bias"_a.noconvert(), "top_k"_a, "scaling"_a, "renormalize"_a,
            "ids"_a.noconvert(), "weights"_a.noconvert(), "finite"_a.noconvert())

@@ -98,7 +98,7 @@ void Engine::matmul(Rows x, int64_t x_rows, const Matrix& w, OutRows out) {
     const PackArgs pack{{x.data + t * x.stride, x.stride}, count, w.cols, w.encoding, packed};
     run(table_->pack, &pack, ceil_div(count, table_->x_tile), static_cast<double>(table_->x_tile * width) / 8);
     const MatmulArgs args{packed, count, w, {out.data + t * out.stride, out.stride}};
-    run(table_->matmul, &args, w.rows, static_cast<double>(count * w.cols) / 20, 0, 4);
+    run(table_->matmul, &args, w.rows, static_cast<double>(count * w.cols) / 20, table_->matmul_scratch(args), 4);
   }
 }
 

@@ -10,6 +10,9 @@
 
 namespace k3 {
 
+constexpr int64_t packed12_body(int64_t rows, int64_t cols) { return rows * (cols / 32) * 48; }
+constexpr int64_t packed12_limit(int64_t rows, int64_t cols) { return rows * (cols / 32) * (48 + 64 + 4); }
+
 class Engine {
  public:
   Engine(const std::string& isa, int threads);
@@ -19,6 +22,14 @@ class Engine {
 
   // Fills in the tables of an MXFP4 matrix.
   Matrix mxfp4(const uint8_t* packed, const uint8_t* scales, int64_t rows, int64_t cols) const;
+
+  // A matrix of 12-bit weights from a panel's bytes; throws std::invalid_argument where they cannot be one.
+  static Matrix packed12(const uint8_t* panel, int64_t bytes, const uint8_t* high_bytes, int64_t rows, int64_t cols);
+  // Writes a panel of at most packed12_limit(rows, cols) bytes and returns how many.
+  int64_t encode12(const uint16_t* bits, int64_t rows, int64_t cols, const uint8_t* high_bytes, uint8_t* panel);
+  void decode12(const Matrix& w, uint16_t* bits);
+  // How often each high byte occurs in words of 16 bits.
+  void count_high_bytes(const uint16_t* bits, int64_t count, int64_t* counts);
 
   void matmul(Rows x, int64_t x_rows, const Matrix& w, OutRows out);
   void elementwise(const ElementwiseArgs& args);
@@ -47,6 +58,7 @@ class Engine {
   std::vector<float> packed_;
   std::vector<float> code_table_;
   std::vector<uint8_t> byte_table_;
+  std::vector<uint8_t> listed_;
 };
 
 }  // namespace k3

@@ -19,9 +19,19 @@ struct OutRows {
   int64_t stride;
 };
 
-enum class Encoding : int { f32, bf16, mxfp4 };
+enum class Encoding : int { f32, bf16, mxfp4, packed12 };
 
-// A weight matrix as stored. `data` is float, bf16 bits or packed nibbles; `scales` and the tables serve MXFP4 only.
+// What a panel of 12-bit weights has besides its packed rows, see kernels/packed12.inl.
+struct Panel {
+  const uint8_t* high_bytes;  // [16]
+  const uint8_t* raw;         // [listed][64]: blocks as bfloat16
+  const uint8_t* numbers;     // [listed] uint32, ascending: row of the panel * blocks of a row + block
+  int64_t listed;
+  int64_t first_row;          // of the matrix in the panel
+};
+
+// A weight matrix as stored. `data` is float, bf16 bits, packed nibbles or packed rows of a panel; `scales` and the
+// tables serve MXFP4 only, `panel` 12-bit weights only.
 struct Matrix {
   Encoding encoding;
   const void* data;
@@ -29,6 +39,7 @@ struct Matrix {
   const float* code_table;      // [256][16]: value of each code under each scale byte
   const uint8_t* byte_table;    // [256][2][16]: low, then high byte of the same values as bfloat16
   int64_t rows, cols;
+  Panel panel{};
 };
 
 // De-interleaves rows of x for the dot product: packed is [tile][block][row in tile][32]; a tile has x_tile rows.
@@ -44,6 +55,20 @@ struct MatmulArgs {
   int64_t x_rows;
   Matrix w;
   OutRows out;
+};
+
+// Rows of bfloat16 bits to packed rows; `listed` [rows][blocks] is set where a high byte is not among the sixteen.
+struct EncodeArgs {
+  const uint16_t* bits;
+  int64_t cols;
+  const uint8_t* high_bytes;
+  uint8_t* body;
+  uint8_t* listed;
+};
+
+struct DecodeArgs {
+  Matrix w;
+  uint16_t* bits;
 };
 
 // y = f(a, b) column by column; an item is one chunk of columns of one row.
@@ -152,7 +177,9 @@ struct Table {
   const char* name;
   int64_t x_tile;      // rows of x that share one decoding of the weights
   RangeFn pack;        // item: one tile of x rows
-  RangeFn matmul;      // item: one weight row
+  RangeFn matmul;      // item: one weight row, as for the next two
+  RangeFn encode12;
+  RangeFn decode12;
   RangeFn elementwise; // item: one chunk of columns of one row
   RangeFn rms_norm;    // item: one row, as for the next
   RangeFn residual_mix;
@@ -165,6 +192,7 @@ struct Table {
   RangeFn expert_sum;      // item: one chunk of columns of one row
   RangeFn argmax;          // item: one row
   RangeFn all_finite;      // item: one row
+  int64_t (*matmul_scratch)(const MatmulArgs& args);
   int64_t (*mla_scratch)(const MlaArgs& args);
   double (*fma_loop)(int64_t rounds);  // multiply-adds done
   uint64_t (*read_loop)(const uint8_t* data, int64_t bytes, int streams);

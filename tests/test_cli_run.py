@@ -13,9 +13,8 @@ import pytest
 
 import k3
 from cli_helpers import Cli
-from conftest import TINY_A, copy_checkpoint, shard_of
+from conftest import TINY_A, copy_checkpoint, edit_tensor, shard_of
 from k3.api import model_path
-from k3.engine import loading
 
 IDS = [84, 104, 101]
 NAMES = {"k3_version", "model", "prompt_ids", "generated_ids", "text", "finish_reason", "seed", "steps", "speculation"}
@@ -377,7 +376,7 @@ def test_every_field_of_the_record(record, checkpoint):
     assert written["generated_ids"] == logits.argmax(axis=1).tolist()
     assert written["logits_sha256"] == hashlib.sha256(logits.astype("<f4").tobytes()).hexdigest()
     assert (written["finish_reason"], written["seed"], written["text"]) == ("length", None, "")
-    assert (written["threads"], written["chunk"], written["direct_io"]) == (2, 2, False)
+    assert (written["threads"], written["chunk"], written["direct_io"]) == (2, 2, True)
     assert written["speculation"] == {"width": 0, "drafted": 0, "accepted": 0, "steps": 0}
     assert written["plan"]["total_bytes"] == sum(written["plan"]["items"].values())
     assert written["peak_rss_bytes"] > 0
@@ -390,13 +389,11 @@ def test_every_field_of_the_record(record, checkpoint):
         assert step["padding_bytes"] == 0
 
 
-def test_bytes_read_on_demand_are_those_of_the_tensors(record, monkeypatch):
+def test_bytes_read_on_demand_are_those_of_the_tensors(record):
     """With memory for neither trunk nor experts every step reads the trunk, the head and the experts asked for."""
     prompt = ("--ids", joined(IDS), "--gen", 2, "--ignore-eos", "--context", 64)
     expected = record(*prompt)
-    monkeypatch.setattr(loading, "usable_memory", lambda: 10**12)
-    monkeypatch.setattr(loading, "plan_memory", lambda *a, **k: no_residency(PLAN_MEMORY(*a, **k)))
-    written = record(*prompt)
+    written = record(*prompt, "--trunk-gb", 0, "--cache-gb", 0)
     assert written["logits_sha256"] == expected["logits_sha256"]
     first, second = (step["bytes_read"] for step in written["steps"])
     config = json.loads((model_path("demo") / "config.json").read_bytes())["text_config"]
@@ -409,16 +406,6 @@ def test_bytes_read_on_demand_are_those_of_the_tensors(record, monkeypatch):
     assert [step["expert_resident_hits"] for step in written["steps"]] == [0, 0]
     assert first["trunk"] == second["trunk"] > 0
     assert written["peak_rss_bytes"] > 0
-
-
-PLAN_MEMORY = loading.plan_memory
-
-
-def no_residency(plan):
-    from dataclasses import replace
-
-    items = plan.items | {"trunk and head": 0, "experts": 0}
-    return replace(plan, items=items, trunk_resident=False, experts_resident=False)
 
 
 def test_dumped_logits_are_those_of_the_last_prompt_position(cli, model, tmp_path):
@@ -501,6 +488,18 @@ def test_a_void_generation_names_the_ids_that_must_not_be_used(cli, monkeypatch,
     assert len(printed) == 2
     assert f"do not use the ids already printed: [{', '.join(printed)}]" in ran.complaint
     assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_weights_end_with_exit_code_4(cli, tmp_path):
+    def spoil(values):
+        values[-1] = 0x7FC0  # A NaN.
+
+    checkpoint = tmp_path / "model"
+    shutil.copytree(model_path("demo"), checkpoint)
+    edit_tensor(checkpoint, "language_model.lm_head.weight", "<u2", spoil)
+    for command in ("run", "score"):
+        complaint = cli.refused(command, checkpoint, "--ids", "1,2", code=4)
+        assert "not finite" in complaint
 
 
 def test_an_interrupted_run_names_the_ids_so_far(cli, monkeypatch):

@@ -96,14 +96,10 @@ def test_greedy_continuation(name, prompt):
 @pytest.mark.parametrize("group", OPS)
 def test_component(group):
     results = OPS[group]()
-    recorded = {
-        key.removeprefix(f"{group}.").removesuffix("_f64") for key in ops() if key.startswith(f"{group}.")
-    }
+    recorded = {key.removeprefix(f"{group}.").removesuffix("_f64") for key in ops() if key.startswith(f"{group}.")}
     assert {key for key in recorded if f"{group}.{key}_f64" in ops()} <= set(results)
     for key, got in results.items():
-        want = next(
-            ops()[name] for suffix in ("_f64", "_f32", "") if (name := f"{group}.{key}{suffix}") in ops()
-        )
+        want = next(ops()[name] for suffix in ("_f64", "_f32", "") if (name := f"{group}.{key}{suffix}") in ops())
         assert_close(got, want, key)
 
 

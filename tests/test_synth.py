@@ -242,9 +242,7 @@ def test_writes_into_an_empty_directory(tiny, tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["b"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed", "message"), [("huge", 0, "tiny, wide"), ("tiny", -1, "out of range")]
-)
+@pytest.mark.parametrize(("kind", "seed", "message"), [("huge", 0, "tiny, wide"), ("tiny", -1, "out of range")])
 def test_refuses_bad_arguments(tmp_path, kind, seed, message):
     with pytest.raises(UsageError, match=message):
         write_synthetic(kind, tmp_path / "out", seed)

@@ -180,9 +180,7 @@ class TestControlTokens:
 class TestWrongArguments:
     @pytest.mark.parametrize("token", [-1, 1024, 2**40])
     def test_unknown_id(self, small: Tokenizer, token: int) -> None:
-        with pytest.raises(
-            UsageError, match=rf"Token id {token} is not in the vocabulary.* 0 to 1023"
-        ) as error:
+        with pytest.raises(UsageError, match=rf"Token id {token} is not in the vocabulary.* 0 to 1023") as error:
             small.decode([5, token])
         assert error.value.exit_code == 2
         with pytest.raises(UsageError):
@@ -249,9 +247,7 @@ def merge(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
         return [ranks[piece]]
     parts = [piece[index : index + 1] for index in range(len(piece))]
     while True:
-        pairs = [
-            (ranks[a + b], index) for index, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ranks
-        ]
+        pairs = [(ranks[a + b], index) for index, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ranks]
         if not pairs:
             return [ranks[part] for part in parts]
         _, index = min(pairs)
@@ -335,9 +331,7 @@ class TestHandMadeVocabulary:
         write_vocabulary(tmp_path, 2048)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == first
 
-    def test_a_failed_write_leaves_the_old_files(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_failed_write_leaves_the_old_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_vocabulary(tmp_path, 1024)
         first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 

@@ -204,9 +204,7 @@ class TestConfigFile:
 
     @pytest.mark.parametrize("token", [0, 767, 1024, 163_589])
     def test_id_outside_the_slots(self, directory: Path, token: int) -> None:
-        edit_config(
-            directory, lambda config: config["added_tokens_decoder"].update({str(token): {"content": "z"}})
-        )
+        edit_config(directory, lambda config: config["added_tokens_decoder"].update({str(token): {"content": "z"}}))
         refused(directory, CONFIG, f"id {token} (z)", "768 to 1023")
 
     @pytest.mark.parametrize("entry", [None, "x", {}, {"content": None}, {"content": ""}, {"content": 7}])
@@ -221,9 +219,7 @@ class TestConfigFile:
     def test_slots_that_are_not_listed_get_reserved_spellings(self, directory: Path) -> None:
         def drop(config: dict[str, Any]) -> None:
             slots = config["added_tokens_decoder"]
-            config["added_tokens_decoder"] = {
-                k: v for k, v in slots.items() if "reserved" not in v["content"]
-            }
+            config["added_tokens_decoder"] = {k: v for k, v in slots.items() if "reserved" not in v["content"]}
 
         full = load_tokenizer(directory)
         edit_config(directory, drop)

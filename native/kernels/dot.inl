@@ -76,7 +76,7 @@ struct Bf16Row {
   const uint16_t* p;
   K3_INLINE void block(int64_t b, F16& even, F16& odd) const {
     prefetch(p + 32 * b + 1024);  // 2 KB ahead
-    pair_bf16(p + 32 * b, even, odd);
+    pair_w32(load_w32(p + 32 * b), even, odd);
   }
   K3_INLINE void tail(int64_t from, int64_t count, float* to) const {
     for (int64_t i = 0; i < count; ++i) {

@@ -7,8 +7,25 @@ inline int64_t row_bytes(const Matrix& w) {
     case Encoding::f32: return 4 * w.cols;
     case Encoding::bf16: return 2 * w.cols;
     case Encoding::mxfp4: return w.cols / 2;
+    case Encoding::packed12: return packed_row_bytes(w.cols);
   }
   return 1;
+}
+
+// `count` rows of w from `first` on.
+inline Matrix rows_from(const Matrix& w, int64_t first, int64_t count) {
+  Matrix part = w;
+  part.rows = count;
+  part.data = static_cast<const uint8_t*>(w.data) + first * row_bytes(w);
+  if (w.scales != nullptr) part.scales += first * (w.cols / 32);
+  part.panel.first_row += first;
+  return part;
+}
+
+// The same rows as bfloat16, in a second-level cache's reach: worth it where several rows of x share them.
+inline Matrix unpacked(const Matrix& w, uint16_t* words) {
+  unpack_rows(w, 0, w.rows, words);
+  return {Encoding::bf16, words, nullptr, nullptr, nullptr, w.rows, w.cols};
 }
 
 inline F32Rows f32_rows(const Matrix& w) { return {static_cast<const float*>(w.data), w.cols}; }
@@ -20,6 +37,7 @@ void multiply_rows(const Matrix& w, int64_t begin, int64_t end, const float* x, 
     case Encoding::f32: return dot_rows_of(f32_rows(w), begin, end, x, x_rows, w.cols, out);
     case Encoding::bf16: return dot_rows_of(bf16_rows(w), begin, end, x, x_rows, w.cols, out);
     case Encoding::mxfp4: return mxfp4_rows_of(w, begin, end, x, x_rows, out);
+    case Encoding::packed12: return packed12_rows_of(w, begin, end, x, x_rows, out);
   }
 }
 
@@ -41,17 +59,27 @@ void pack(const void* p, int64_t begin, int64_t end, float*) {
   }
 }
 
-void matmul(const void* p, int64_t begin, int64_t end, float*) {
+// Whether a product unpacks its weight rows first.
+inline bool unpacks(const MatmulArgs& a) { return a.w.encoding == Encoding::packed12 && a.x_rows > kPackedTile; }
+
+inline int64_t rows_at_once(const MatmulArgs& a) {
+  const int64_t bytes = unpacks(a) ? 2 * a.w.cols : row_bytes(a.w);
+  const int64_t fit = bytes > 0 ? kBlockBytes / bytes / 4 * 4 : 0;
+  return fit < 4 ? 4 : fit;
+}
+
+int64_t matmul_scratch(const MatmulArgs& a) { return unpacks(a) ? rows_at_once(a) * a.w.cols / 2 : 0; }
+
+void matmul(const void* p, int64_t begin, int64_t end, float* scratch) {
   const auto& a = *static_cast<const MatmulArgs*>(p);
-  const int64_t blocks = (a.w.cols + 31) / 32;
-  const int64_t fit = kBlockBytes / row_bytes(a.w) / 4 * 4;
-  const int64_t step = fit < 4 ? 4 : fit;
+  const int64_t blocks = (a.w.cols + 31) / 32, step = rows_at_once(a);
   for (int64_t r0 = begin; r0 < end; r0 += step) {
-    const int64_t r1 = at_most(r0 + step, end);
+    const int64_t count = at_most(step, end - r0);
+    Matrix w = rows_from(a.w, r0, count);
+    if (unpacks(a)) w = unpacked(w, reinterpret_cast<uint16_t*>(scratch));
     for (int64_t t0 = 0; t0 < a.x_rows; t0 += kXTile) {
-      const int64_t count = at_most(a.x_rows - t0, kXTile);
-      multiply_rows(a.w, r0, r1, a.packed + t0 * blocks * 32, count,
-                    {a.out.data + t0 * a.out.stride, a.out.stride});
+      multiply_rows(w, 0, count, a.packed + t0 * blocks * 32, at_most(a.x_rows - t0, kXTile),
+                    {a.out.data + t0 * a.out.stride + r0, a.out.stride});
     }
   }
 }

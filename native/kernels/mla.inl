@@ -74,6 +74,7 @@ struct MlaScratch {
   float* packed;    // the same, de-interleaved
   OutRows score;    // [queries, positions]
   OutRows context;  // [queries, latent]
+  uint16_t* words;  // [max(nope, v_dim), latent]: a part of kv_b, where it is stored in 12 bits
   int64_t floats;
 
   MlaScratch(const MlaArgs& a, int64_t queries, float* base) {
@@ -83,7 +84,9 @@ struct MlaScratch {
     packed = base + queries * width;
     score = {packed + queries * width, positions};
     context = {score.data + queries * positions, latent};
+    words = reinterpret_cast<uint16_t*>(context.data + queries * latent);
     floats = queries * (2 * width + positions + latent);
+    if (a.kv_b.encoding == Encoding::packed12) floats += (a.nope > a.v_dim ? a.nope : a.v_dim) * a.latent / 2;
   }
 };
 
@@ -93,23 +96,18 @@ int64_t mla_scratch(const MlaArgs& a) {
 
 // The rows of kv_b that belong to a head, from `row` of its part on.
 inline Matrix head_rows(const MlaArgs& a, int64_t head, int64_t row, int64_t count) {
-  const int64_t first = head * (a.nope + a.v_dim) + row;
-  Matrix part = a.kv_b;
-  part.rows = count;
-  part.data = a.kv_b.encoding == Encoding::f32
-                  ? static_cast<const void*>(static_cast<const float*>(a.kv_b.data) + first * a.latent)
-                  : static_cast<const void*>(static_cast<const uint16_t*>(a.kv_b.data) + first * a.latent);
-  return part;
+  return rows_from(a.kv_b, head * (a.nope + a.v_dim) + row, count);
 }
 
-void mla_queries(const MlaArgs& a, int64_t head, int64_t t0, int64_t rows, OutRows query) {
+void mla_queries(const MlaArgs& a, int64_t head, int64_t t0, int64_t rows, OutRows query, uint16_t* words) {
   const Rows q{a.q.data + t0 * a.q.stride + head * (a.nope + a.rope), a.q.stride};
   for (int64_t t = 0; t < rows; ++t) {
     float* to = query.data + t * query.stride;
     for (int64_t c = 0; c < a.latent; ++c) to[c] = 0.0f;
     for (int64_t c = 0; c < a.rope; ++c) to[a.latent + c] = q.data[t * q.stride + a.nope + c];
   }
-  const Matrix w = head_rows(a, head, 0, a.nope);
+  Matrix w = head_rows(a, head, 0, a.nope);
+  if (w.encoding == Encoding::packed12) w = unpacked(w, words);
   if (w.encoding == Encoding::f32) {
     transposed(static_cast<const float*>(w.data), a.latent, q, rows, 0, a.nope, query, a.latent);
   } else {
@@ -144,7 +142,7 @@ void mla_tile(const MlaArgs& a, int64_t h0, int64_t heads, int64_t t0, int64_t r
   const int64_t queries = heads * rows;
   const MlaScratch s(a, queries, scratch);
   for (int64_t h = 0; h < heads; ++h)
-    mla_queries(a, h0 + h, t0, rows, {s.query.data + h * rows * s.query.stride, s.query.stride});
+    mla_queries(a, h0 + h, t0, rows, {s.query.data + h * rows * s.query.stride, s.query.stride}, s.words);
   const int64_t width = a.latent + a.rope;
   for (int64_t i = 0; i < queries; ++i) pack_row(s.query.data + i * s.query.stride, width, s.packed, i, queries);
   const F32Rows cache{a.cache.data, a.cache.stride};
@@ -166,7 +164,9 @@ void mla_tile(const MlaArgs& a, int64_t h0, int64_t heads, int64_t t0, int64_t r
       map_columns(context, context, 0, a.latent, [=](F16 c) K3_LAMBDA { return div(c, z); });
       pack_row(context, a.latent, s.packed, t, rows);
     }
-    multiply_rows(head_rows(a, h0 + h, a.nope, a.v_dim), 0, a.v_dim, s.packed, rows,
+    Matrix w = head_rows(a, h0 + h, a.nope, a.v_dim);
+    if (w.encoding == Encoding::packed12 && rows > kPackedTile) w = unpacked(w, s.words);
+    multiply_rows(w, 0, a.v_dim, s.packed, rows,
                   {a.out.data + t0 * a.out.stride + (h0 + h) * a.v_dim, a.out.stride});
   }
 }

@@ -38,6 +38,7 @@ namespace {
 #else
 #include "mxfp4_generic.inl"
 #endif
+#include "packed12.inl"
 #include "matmul.inl"
 #include "rows.inl"
 #include "route.inl"
@@ -46,8 +47,9 @@ namespace {
 #include "bench.inl"
 
 const Table kTable = {
-    K3_TEXT(K3_VARIANT), kXTile,  pack,       matmul, elementwise, rms_norm,   residual_mix, short_conv, kda_gate,
-    kda_recurrence,      kda_output, mla, route,      expert_sum, argmax, all_finite, mla_scratch, fma_loop, read_loop,
+    K3_TEXT(K3_VARIANT), kXTile,   pack,         matmul,     encode12, decode12,       elementwise,
+    rms_norm,            residual_mix, short_conv, kda_gate, kda_recurrence, kda_output, mla,
+    route,               expert_sum, argmax,     all_finite, matmul_scratch, mla_scratch, fma_loop, read_loop,
 };
 
 }  // namespace

@@ -70,12 +70,22 @@ K3_INLINE void pair(const float* p, F16& even, F16& odd) {
   pair8(p, even.lo, odd.lo);
   pair8(p + 16, even.hi, odd.hi);
 }
-K3_INLINE void pair_bf16(const uint16_t* p, F16& even, F16& odd) {
+
+// A block of 32 bfloat16.
+using W32 = I16;
+K3_INLINE W32 load_w32(const void* p) {
+  const auto* half = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(half), _mm256_loadu_si256(half + 1)};
+}
+K3_INLINE void store_w32(void* p, W32 w) {
+  auto* half = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(half, w.lo);
+  _mm256_storeu_si256(half + 1, w.hi);
+}
+K3_INLINE void pair_w32(W32 w, F16& even, F16& odd) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
-  const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
-  even = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
-  odd = {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))};
+  even = {_mm256_castsi256_ps(_mm256_slli_epi32(w.lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w.hi, 16))};
+  odd = {_mm256_castsi256_ps(_mm256_and_si256(w.lo, high)), _mm256_castsi256_ps(_mm256_and_si256(w.hi, high))};
 }
 K3_INLINE __m256 widen8(const uint16_t* p) {
   const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

@@ -51,8 +51,12 @@ K3_INLINE void pair(const float* p, F16& even, F16& odd) {
   even = _mm512_permutex2var_ps(a, e, b);
   odd = _mm512_permutex2var_ps(a, o, b);
 }
-K3_INLINE void pair_bf16(const uint16_t* p, F16& even, F16& odd) {
-  const __m512i w = _mm512_loadu_si512(p);
+
+// A block of 32 bfloat16.
+using W32 = __m512i;
+K3_INLINE W32 load_w32(const void* p) { return _mm512_loadu_si512(p); }
+K3_INLINE void store_w32(void* p, W32 w) { _mm512_storeu_si512(p, w); }
+K3_INLINE void pair_w32(W32 w, F16& even, F16& odd) {
   even = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
 }

@@ -71,8 +71,13 @@ K3_INLINE float widen_one(uint16_t h) {
   __builtin_memcpy(&f, &word, sizeof f);
   return f;
 }
-K3_INLINE void pair_bf16(const uint16_t* p, F16& even, F16& odd) {
-  K3_LANES { even.v[i] = widen_one(p[2 * i]); odd.v[i] = widen_one(p[2 * i + 1]); }
+
+// A block of 32 bfloat16.
+struct W32 { uint16_t v[32]; };
+K3_INLINE W32 load_w32(const void* p) { W32 w; __builtin_memcpy(&w, p, sizeof w); return w; }
+K3_INLINE void store_w32(void* p, const W32& w) { __builtin_memcpy(p, &w, sizeof w); }
+K3_INLINE void pair_w32(const W32& w, F16& even, F16& odd) {
+  K3_LANES { even.v[i] = widen_one(w.v[2 * i]); odd.v[i] = widen_one(w.v[2 * i + 1]); }
 }
 K3_INLINE F16 widen(const uint16_t* p) { F16 r; K3_LANES r.v[i] = widen_one(p[i]); return r; }
 K3_INLINE void prefetch(const void*) {}

@@ -82,8 +82,10 @@ def _print(generation: Generation, terminal: Terminal, progress: Progress, *, as
     except KeyboardInterrupt:
         raise InterruptedRunError(f"interrupted. Ids generated so far: {report.generated_ids}.") from None
     except InvalidGenerationError as error:
-        message = f"{error} The generation is void; do not use the ids already printed: {report.generated_ids}."
-        raise type(error)(message) from error
+        printed = (
+            f"do not use the ids already printed: {report.generated_ids}" if report.generated_ids else "it has no ids"
+        )
+        raise type(error)(f"{error} The generation is void; {printed}.") from error
     terminal.end_text()
 
 

@@ -120,8 +120,8 @@ class Generation:
         pending = ids
         while self.report.finish_reason is None:
             began, before = time.perf_counter(), self._engine.costs()
-            if self._params.full_recompute:
-                del sequence  # Its memory is what the next one is planned to take.
+            if self._params.full_recompute and self.report.steps:
+                del sequence  # The plan has room for the states of one.
                 sequence, pending = self._engine.new_sequence(), ids
             token = self._advance(sequence, pending, position=len(ids))
             spent = self._engine.costs() - before

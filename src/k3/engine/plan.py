@@ -207,9 +207,9 @@ def _asked_slots(needs: Needs, request: MemoryRequest) -> int | None:
 
 
 def _kernel_bytes(config: ModelConfig, chunk: int) -> int:
-    """Working memory of the kernels: packed rows of the widest matrix, and scratch."""
+    """Working memory of the kernels (packed rows of the widest matrix, scratch) and of choosing a token."""
     columns = max(config.hidden_size, config.intermediate_size, config.kda_projection_size, config.mla_output_size)
-    return 4 * min(chunk, _KERNEL_ROWS) * columns + _KERNEL_SCRATCH
+    return 4 * min(chunk, _KERNEL_ROWS) * columns + _KERNEL_SCRATCH + 40 * config.vocab_size
 
 
 def _activation_bytes(config: ModelConfig) -> int:
@@ -219,7 +219,7 @@ def _activation_bytes(config: ModelConfig) -> int:
     inner = 6 * config.moe_intermediate_size
     feed_forward = max(3 * config.intermediate_size, routed + inner + 4 * config.shared_intermediate_size)
     stream = (config.num_snapshots + 8) * config.hidden_size
-    return 4 * (stream + max(attention, feed_forward)) + 16 * config.vocab_size // max(CHUNKS)
+    return 4 * (stream + max(attention, feed_forward) + config.vocab_size)
 
 
 def _refusal(items: dict[str, int], limit: int) -> str:

@@ -101,8 +101,11 @@ def log_probabilities(ops: Kernels, logits: F32Array, ids: npt.NDArray[np.int64]
     Evaluated as (z − max) − log(Σ exp(z − max)): exponentials and logarithm in float32, the sum one after another
     in float64.
     """
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    totals = np.add.accumulate(ops.exp(shifted).astype(np.float64), axis=1)[:, -1]
-    logs = ops.log(totals.astype(np.float32)[None])[0]
-    chosen: npt.NDArray[np.float32] = shifted[np.arange(len(ids)), ids] - logs
-    return chosen.astype(np.float64)
+    return np.array([_log_probability(ops, row, int(token)) for row, token in zip(logits, ids, strict=True)])
+
+
+def _log_probability(ops: Kernels, logits: F32Array, token: int) -> float:
+    shifted = logits - logits.max()
+    total = np.add.accumulate(ops.exp(shifted[None])[0].astype(np.float64))[-1]
+    log = ops.log(np.array([[total]], np.float32))[0, 0]
+    return float(shifted[token] - log)

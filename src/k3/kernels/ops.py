@@ -12,13 +12,13 @@ Every method raises `ValueError` where a shape, an element type or a memory layo
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from k3.kernels import _native
 from k3.kernels.select import choose_isa, choose_threads
-from k3.kernels.weights import F32Array, Mxfp4Weight, Weight
+from k3.kernels.weights import F32Array, Mxfp4Weight, Packed12Weight, Weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,10 +83,7 @@ class Kernels:
         """Products x W^T: x [T, n], w [R, n] as stored -> [T, R], each element the contract's dot product."""
         _expect_ndim("x", x, 2)
         out = _result(out, (x.shape[0], w.rows))
-        if isinstance(w, Mxfp4Weight):
-            self._engine.matmul(x, w.packed, w.scales, out)
-        else:
-            self._engine.matmul(x, w.data, None, out)
+        self._engine.matmul(x, *_stored(w), out)
         return out
 
     def rms_norm(self, x: F32Array, weight: F32Array, eps: float, out: F32Array | None = None) -> F32Array:
@@ -218,7 +215,7 @@ class Kernels:
 
         Args:
             q: [T, heads (nope + rope)].
-            kv_b: F32Weight or Bf16Weight [heads (nope + v_dim), kv_lora]; per head W_k's rows, then W_v's.
+            kv_b: F32, Bf16 or Packed12Weight [heads (nope + v_dim), kv_lora]; per head W_k's rows, then W_v's.
             cache: [P >= start + T, kv_lora + rope], the rows of this call included.
             start: position of row 0; row t attends to positions 0 .. start + t.
             heads: number of heads.
@@ -229,9 +226,9 @@ class Kernels:
         """
         _expect_ndim("q", q, 2)
         if isinstance(kv_b, Mxfp4Weight):
-            raise ValueError("kv_b is an MXFP4 matrix: latent attention multiplies float32 or bfloat16 ones only.")
+            raise ValueError("kv_b is an MXFP4 matrix: latent attention multiplies float32, bfloat16 or 12-bit ones.")
         out = _result(out, (q.shape[0], heads * v_dim))
-        self._engine.mla_attention(q, kv_b.data, cache, start, heads, nope, v_dim, scale, out)
+        self._engine.mla_attention(q, *_stored(kv_b), cache, start, heads, nope, v_dim, scale, out)
         return out
 
     def route(self, logits: F32Array, bias: F32Array, top_k: int, scaling: float, renormalize: bool) -> Routing:
@@ -270,6 +267,26 @@ class Kernels:
         self._engine.all_finite(x, finite)
         return finite
 
+    def count_high_bytes(self, bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
+        """How often each high byte occurs in raw bfloat16 bits [R, n] -> int64 [256]."""
+        counts = np.zeros(256, np.int64)
+        self._engine.count_high_bytes(bits, counts)
+        return counts
+
+    def encode_panel(
+        self, bits: npt.NDArray[np.uint16], table: npt.NDArray[np.uint8], panel: npt.NDArray[np.uint8]
+    ) -> int:
+        """Writes the 12-bit panel of bits [R, n] into `panel` and returns its length; see `k3.kernels.packed12`."""
+        _expect_writable("panel", panel)
+        return self._engine.encode12(bits, table, panel)
+
+    def decode_panel(
+        self, data: npt.NDArray[np.uint8], table: npt.NDArray[np.uint8], bits: npt.NDArray[np.uint16]
+    ) -> None:
+        """Writes the bfloat16 bits [R, n] of a 12-bit panel into `bits`; see `k3.kernels.packed12`."""
+        _expect_writable("bits", bits)
+        self._engine.decode12(data, table, bits)
+
     def measure_fma_peak(self) -> float:
         """Float32 multiply-adds per second of one core with this instruction set, doing nothing else."""
         return self._engine.fma_rate()
@@ -296,12 +313,21 @@ class Kernels:
         return out
 
 
+def _stored(w: Weight) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None, tuple[int, int] | None]:
+    """A matrix as the native extension takes it: data, scales or table, and the shape where data doesn't show it."""
+    if isinstance(w, Mxfp4Weight):
+        return w.packed, w.scales, None
+    if isinstance(w, Packed12Weight):
+        return w.data, w.table, (w.rows, w.cols)
+    return w.data, None, None
+
+
 def _expect_ndim(name: str, array: F32Array, ndim: int) -> None:
     if array.ndim != ndim:
         raise ValueError(f"{name} has {array.ndim} dimensions, expected {ndim}.")
 
 
-def _expect_writable(name: str, array: F32Array) -> None:
+def _expect_writable(name: str, array: npt.NDArray[Any]) -> None:
     if not array.flags.writeable:
         raise ValueError(f"{name} is read-only, but this call updates it in place.")
 

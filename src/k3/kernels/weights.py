@@ -76,7 +76,25 @@ class Mxfp4Weight:
         return self.packed.nbytes + self.scales.nbytes
 
 
-Weight: TypeAlias = F32Weight | Bf16Weight | Mxfp4Weight
+@dataclass(frozen=True, slots=True)
+class Packed12Weight:
+    """A bfloat16 matrix in the lossless 12-bit encoding, multiplied as it is (see `k3.kernels.packed12`).
+
+    `data` is the uint8 [n] panel that `encode_panel` made of these rows, whole; any alignment will do, 64 bytes are
+    fastest. `table` is uint8 [16], the high bytes that codes stand for. `cols` is a multiple of 32.
+    """
+
+    data: npt.NDArray[np.uint8]
+    rows: int
+    cols: int
+    table: npt.NDArray[np.uint8]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+Weight: TypeAlias = F32Weight | Bf16Weight | Mxfp4Weight | Packed12Weight
 
 
 def widen_bf16(bits: npt.NDArray[np.uint16]) -> F32Array:
