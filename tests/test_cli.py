@@ -30,7 +30,7 @@ LATER = [
     ),
     *(
         f"--{name}=1"
-        for name in ("repetition-penalty", "presence-penalty", "frequency-penalty", "json-schema", "regex", "plot")
+        for name in ("presence-penalty", "frequency-penalty", "json-schema", "regex", "plot")
     ),
     *("--dump-cache-trace=1", "--messages=1"),
 ]
