@@ -34,8 +34,13 @@ COMMANDS = {
     "run": Command("run", "continue a text or a list of token ids"),
     "score": Command("score", "log-probability of each token of a text, and its perplexity"),
     "compare": Command("compare", "two logit dumps or result files: how far apart they are"),
+    "census": Command("census", "what a checkpoint's bytes are: classes, counts, totals"),
+    "download": Command("download", "fetch the released checkpoint: resumable, spread over drives, checked"),
+    "verify": Command("verify", "check a checkpoint: headers and sizes, every byte, known ids"),
     "tokenize": Command("tokenize", "token ids of a text, and back"),
+    "pack": Command("pack", "write the packed trunk: the same weights, smaller and in the order of use"),
     "synth": Command("synth", "write a synthetic checkpoint in the released format"),
+    "trace": Command("trace", "replay a recorded routing trace under each cache policy"),
     "bench": Command("bench", "measure, with the machine's own limits beside each figure"),
 }
 

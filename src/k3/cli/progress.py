@@ -49,6 +49,18 @@ class Progress:
         """Bytes of a result written and in all."""
         self._advance("writing", done, total, size)
 
+    def downloading(self, done: int, total: int) -> None:
+        """Bytes fetched by this run and bytes that it has to fetch."""
+        self._advance("downloading", done, total, size)
+
+    def checking(self, done: int, total: int) -> None:
+        """Bytes compared with their checksums and in all."""
+        self._advance("checking", done, total, size)
+
+    def packing(self, done: int, total: int) -> None:
+        """Bytes of the checkpoint packed and in all."""
+        self._advance("packing", done, total, size)
+
     def prompt(self, done: int, total: int) -> None:
         """Prompt rows processed and in all."""
         if done < total:
