@@ -86,6 +86,30 @@ struct Bf16Row {
   }
 };
 
+// An operand of R multiply-adds.
+template <int R>
+K3_INLINE F16 shared(F16 x) {
+  if constexpr (R > 1) return held(x);
+  return x;
+}
+
+// One block of R weight rows and T rows of x.
+template <int R, int T>
+K3_INLINE void add_block(F16 (*acc)[T], const F16* even, const F16* odd, const float* x) {
+  K3_UNROLL
+  for (int t = 0; t < T; ++t) {
+    const F16 xe = shared<R>(load(x + 32 * t));
+    K3_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][t] = fma(xe, even[r], acc[r][t]);
+  }
+  K3_UNROLL
+  for (int t = 0; t < T; ++t) {
+    const F16 xo = shared<R>(load(x + 32 * t + 16));
+    K3_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][t] = fma(xo, odd[r], acc[r][t]);
+  }
+}
+
 // R weight rows times T packed rows of x: sum[t][r]. Registers hold all accumulators.
 template <class Row, int R, int T>
 K3_INLINE void dot_tile(const Row* row, const float* x, int64_t cols, float (*sum)[R]) {
@@ -111,18 +135,7 @@ K3_INLINE void dot_tile(const Row* row, const float* x, int64_t cols, float (*su
       F16 even[R], odd[R];
       K3_UNROLL
       for (int r = 0; r < R; ++r) row[r].block(b, even[r], odd[r]);
-      K3_UNROLL
-      for (int t = 0; t < T; ++t) {
-        const F16 xe = load(xb + 32 * t);
-        K3_UNROLL
-        for (int r = 0; r < R; ++r) acc[r][t] = fma(xe, even[r], acc[r][t]);
-      }
-      K3_UNROLL
-      for (int t = 0; t < T; ++t) {
-        const F16 xo = load(xb + 32 * t + 16);
-        K3_UNROLL
-        for (int r = 0; r < R; ++r) acc[r][t] = fma(xo, odd[r], acc[r][t]);
-      }
+      add_block<R, T>(acc, even, odd, xb);
     }
   }
   if (const int64_t count = cols % 32; count != 0) {

@@ -22,7 +22,7 @@ inline Matrix rows_from(const Matrix& w, int64_t first, int64_t count) {
   return part;
 }
 
-// The same rows as bfloat16, in a second-level cache's reach: worth it where several rows of x share them.
+// The same rows as bfloat16.
 inline Matrix unpacked(const Matrix& w, uint16_t* words) {
   unpack_rows(w, 0, w.rows, words);
   return {Encoding::bf16, words, nullptr, nullptr, nullptr, w.rows, w.cols};
@@ -59,8 +59,8 @@ void pack(const void* p, int64_t begin, int64_t end, float*) {
   }
 }
 
-// Whether a product unpacks its weight rows first.
-inline bool unpacks(const MatmulArgs& a) { return a.w.encoding == Encoding::packed12 && a.x_rows > kPackedTile; }
+// Whether weight rows are unpacked first, once for all tiles of x: worth its stores from the third tile on.
+inline bool unpacks(const MatmulArgs& a) { return a.w.encoding == Encoding::packed12 && a.x_rows > 2 * kXTile; }
 
 inline int64_t rows_at_once(const MatmulArgs& a) {
   const int64_t bytes = unpacks(a) ? 2 * a.w.cols : row_bytes(a.w);

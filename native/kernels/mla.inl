@@ -74,7 +74,7 @@ struct MlaScratch {
   float* packed;    // the same, de-interleaved
   OutRows score;    // [queries, positions]
   OutRows context;  // [queries, latent]
-  uint16_t* words;  // [max(nope, v_dim), latent]: a part of kv_b, where it is stored in 12 bits
+  uint16_t* words;  // [nope, latent]: W_k of a head, where kv_b is stored in 12 bits
   int64_t floats;
 
   MlaScratch(const MlaArgs& a, int64_t queries, float* base) {
@@ -86,7 +86,7 @@ struct MlaScratch {
     context = {score.data + queries * positions, latent};
     words = reinterpret_cast<uint16_t*>(context.data + queries * latent);
     floats = queries * (2 * width + positions + latent);
-    if (a.kv_b.encoding == Encoding::packed12) floats += (a.nope > a.v_dim ? a.nope : a.v_dim) * a.latent / 2;
+    if (a.kv_b.encoding == Encoding::packed12) floats += a.nope * a.latent / 2;
   }
 };
 
@@ -164,9 +164,7 @@ void mla_tile(const MlaArgs& a, int64_t h0, int64_t heads, int64_t t0, int64_t r
       map_columns(context, context, 0, a.latent, [=](F16 c) K3_LAMBDA { return div(c, z); });
       pack_row(context, a.latent, s.packed, t, rows);
     }
-    Matrix w = head_rows(a, h0 + h, a.nope, a.v_dim);
-    if (w.encoding == Encoding::packed12 && rows > kPackedTile) w = unpacked(w, s.words);
-    multiply_rows(w, 0, a.v_dim, s.packed, rows,
+    multiply_rows(head_rows(a, h0 + h, a.nope, a.v_dim), 0, a.v_dim, s.packed, rows,
                   {a.out.data + t0 * a.out.stride + (h0 + h) * a.v_dim, a.out.stride});
   }
 }

@@ -14,7 +14,6 @@
 
 constexpr int64_t kUnitBlocks = 4, kUnitBytes = 192;
 constexpr int64_t kPackedBlock = 48, kRawBlock = 64;
-constexpr int64_t kPackedTile = 1;  // rows of x up to which unpacked rows are not stored
 constexpr int64_t kPacked12Ahead = 2048;  // bytes read ahead in each row
 constexpr int64_t kNone = INT64_MAX;
 
@@ -128,20 +127,23 @@ struct PackedStream {
   }
 };
 
-template <int T>
-K3_INLINE void add_block(F16* acc, W32 w, const float* x) {
-  F16 even, odd;
-  pair_w32(w, even, odd);
+// Four blocks of R rows.
+template <int R, int T>
+K3_INLINE void add_unit(F16 (*acc)[T], const W32 (*w)[kUnitBlocks], const float* x) {
   K3_UNROLL
-  for (int t = 0; t < T; ++t) acc[t] = fma(load(x + 32 * t), even, acc[t]);
-  K3_UNROLL
-  for (int t = 0; t < T; ++t) acc[t] = fma(load(x + 32 * t + 16), odd, acc[t]);
+  for (int k = 0; k < kUnitBlocks; ++k) {
+    F16 even[R], odd[R];
+    K3_UNROLL
+    for (int r = 0; r < R; ++r) pair_w32(w[r][k], even[r], odd[r]);
+    add_block<R, T>(acc, even, odd, x + 32 * T * k);
+  }
 }
 
 // As dot_tile, from packed rows.
 template <int R, int T>
 K3_INLINE void packed12_tile(PackedStream* row, const uint8_t* high_bytes, const float* x, int64_t cols,
                              float (*sum)[R]) {
+  constexpr bool kRowByRow = T <= 2;  // fewer registers, but every row loads x anew
   const HighBytes table = high_bytes_at(high_bytes);
   const int64_t blocks = cols / 32, units = blocks / kUnitBlocks;
   F16 acc[R][T];
@@ -150,45 +152,46 @@ K3_INLINE void packed12_tile(PackedStream* row, const uint8_t* high_bytes, const
     K3_UNROLL
     for (int t = 0; t < T; ++t) acc[r][t] = zero();
   }
-  const auto add_unit = [&](int r, int64_t u, W32* w) K3_LAMBDA {
-    K3_UNROLL
-    for (int k = 0; k < kUnitBlocks; ++k) add_block<T>(acc[r], w[k], x + (kUnitBlocks * u + k) * 32 * T);
-  };
   for (int64_t u = 0; u < units;) {
     int64_t stop = units;
     K3_UNROLL
     for (int r = 0; r < R; ++r) stop = at_most(stop, row[r].next / kUnitBlocks);
     for (; u < stop; ++u) {
+      const float* xu = x + kUnitBlocks * u * 32 * T;
+      W32 w[R][kUnitBlocks];
       K3_UNROLL
       for (int r = 0; r < R; ++r) {
         const uint8_t* p = row[r].row + kUnitBytes * u;
         prefetch(p + kPacked12Ahead);
         prefetch(p + kPacked12Ahead + 64);
         prefetch(p + kPacked12Ahead + 128);
-        W32 w[kUnitBlocks];
-        unpack_unit(p, table, w);
-        add_unit(r, u, w);
+        unpack_unit(p, table, w[r]);
+        if constexpr (kRowByRow) add_unit<1, T>(acc + r, w + r, xu);
       }
+      if constexpr (!kRowByRow) add_unit<R, T>(acc, w, xu);
     }
     if (u == units) break;
-    K3_UNROLL
+    W32 w[R][kUnitBlocks];
     for (int r = 0; r < R; ++r) {
-      W32 w[kUnitBlocks];
-      unpack_unit(row[r].row + kUnitBytes * u, table, w);
+      unpack_unit(row[r].row + kUnitBytes * u, table, w[r]);
       while (row[r].next < kUnitBlocks * (u + 1)) {
         const int64_t k = row[r].next % kUnitBlocks;
-        w[k] = row[r].take();
+        w[r][k] = row[r].take();
       }
-      add_unit(r, u, w);
     }
+    add_unit<R, T>(acc, w, x + kUnitBlocks * u * 32 * T);
     ++u;
+  }
+  for (int64_t b = units * kUnitBlocks; b < blocks; ++b) {
+    F16 even[R], odd[R];
+    for (int r = 0; r < R; ++r) {
+      const bool listed = row[r].next == b;
+      pair_w32(listed ? row[r].take() : unpack_block(row[r].row + kPackedBlock * b, high_bytes), even[r], odd[r]);
+    }
+    add_block<R, T>(acc, even, odd, x + b * 32 * T);
   }
   K3_UNROLL
   for (int r = 0; r < R; ++r) {
-    for (int64_t b = units * kUnitBlocks; b < blocks; ++b) {
-      const W32 w = row[r].next == b ? row[r].take() : unpack_block(row[r].row + kPackedBlock * b, high_bytes);
-      add_block<T>(acc[r], w, x + b * 32 * T);
-    }
     K3_UNROLL
     for (int t = 0; t < T; ++t) sum[t][r] = fold(acc[r][t]);
     row[r].next_row(cols);

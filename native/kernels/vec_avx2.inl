@@ -7,6 +7,8 @@ struct M16 { __m256 lo, hi; };
 K3_INLINE F16 set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 K3_INLINE F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 K3_INLINE F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+// A value that stays in its registers: read from memory by each multiply-add it would cost a load every time.
+K3_INLINE F16 held(F16 a) { asm("" : "+x"(a.lo), "+x"(a.hi)); return a; }
 K3_INLINE __m256i first(int64_t n) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), lane);

@@ -7,6 +7,8 @@ using M16 = __mmask16;
 K3_INLINE F16 set(float x) { return _mm512_set1_ps(x); }
 K3_INLINE F16 zero() { return _mm512_setzero_ps(); }
 K3_INLINE F16 load(const float* p) { return _mm512_loadu_ps(p); }
+// A value that stays in its register: read from memory by each multiply-add it would cost a load every time.
+K3_INLINE F16 held(F16 a) { asm("" : "+v"(a)); return a; }
 K3_INLINE __mmask16 first(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xFFFFu : (1u << n) - 1u); }
 K3_INLINE F16 load_part(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
 K3_INLINE void store(float* p, F16 a) { _mm512_storeu_ps(p, a); }

@@ -9,6 +9,7 @@ struct M16 { bool v[16]; };
 K3_INLINE F16 set(float x) { F16 r; K3_LANES r.v[i] = x; return r; }
 K3_INLINE F16 zero() { return set(0.0f); }
 K3_INLINE F16 load(const float* p) { F16 r; K3_LANES r.v[i] = p[i]; return r; }
+K3_INLINE F16 held(const F16& a) { return a; }
 K3_INLINE F16 load_part(const float* p, int64_t n) { F16 r; K3_LANES r.v[i] = i < n ? p[i] : 0.0f; return r; }
 K3_INLINE void store(float* p, const F16& a) { K3_LANES p[i] = a.v[i]; }
 K3_INLINE void store_part(float* p, const F16& a, int64_t n) { K3_LANES if (i < n) p[i] = a.v[i]; }
