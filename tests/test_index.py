@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +27,9 @@ from conftest import (
     shard_of,
     write_shard,
 )
+from k3.checkpoint import placements
 from k3.checkpoint.index import INDEX_FILE, TensorIndex
 from k3.errors import CheckpointError, UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NORM = "language_model.model.layers.0.input_layernorm.weight"
 
@@ -149,19 +151,46 @@ def test_without_an_index(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_more_than_one_directory(checkpoint: Path, tmp_path: Path) -> None:
-    """Shards may be spread over drives; the first place that has a file counts."""
+    """Shards may be spread over drives; of copies of the same size the first counts."""
     whole = TensorIndex.open(checkpoint)
     extra = tmp_path / "extra"
     extra.mkdir()
     moved = shard_of(checkpoint, 5)
     moved.rename(extra / moved.name)
-    (extra / shard_of(checkpoint, 6).name).write_bytes(b"never read")
+    (extra / shard_of(checkpoint, 6).name).write_bytes(bytes(shard_of(checkpoint, 6).stat().st_size))
     index = TensorIndex.open(checkpoint, extra_dirs=[extra])
     assert sorted(index) == sorted(whole)
     assert index["language_model.model.layers.4.self_attn.A_log"].shard_path == extra / moved.name
     assert f"or {extra}: {moved.name}" in refusal(checkpoint, extra_dirs=[tmp_path]).replace(str(tmp_path), str(extra))
     with pytest.raises(UsageError, match="not a directory"):
         TensorIndex.open(checkpoint, extra_dirs=[tmp_path / "none"])
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_copies_of_different_sizes(checkpoint: Path, tmp_path: Path, with_index: bool) -> None:
+    """Where a name is in two directories, a size that differs shows that one file is not that shard."""
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place in places:
+        place.mkdir()
+    shard = shard_of(checkpoint, 6)
+    size = shard.stat().st_size
+    (places[0] / shard.name).write_bytes(bytes(size))
+    (places[1] / shard.name).write_bytes(bytes(size - 1))
+    if not with_index:
+        (checkpoint / INDEX_FILE).unlink()
+    message = refusal(checkpoint, extra_dirs=places)
+    assert f"{shard} and {places[1] / shard.name} have one name and different sizes: {size} and {size - 1}" in message
+    assert len(TensorIndex.open(checkpoint, extra_dirs=places[:1])) == len(TensorIndex.open(TINY_C))
+
+
+def test_missing_shards_name_all_places(checkpoint: Path, tmp_path: Path) -> None:
+    extras = [tmp_path / name for name in ("a", "b")]
+    for extra in extras:
+        extra.mkdir()
+    absent = shard_of(checkpoint, 4)
+    absent.unlink()
+    places = f"{checkpoint} or {extras[0]} or {extras[1]}"
+    assert f"names 1 files that are not in {places}: {absent.name}." in refusal(checkpoint, extra_dirs=extras)
 
 
 def test_wanted_shards_only(checkpoint: Path) -> None:
@@ -274,6 +303,71 @@ def test_malformed_index(checkpoint: Path, raw: bytes, said: str) -> None:
     assert said in message
 
 
+def with_escapes(text: str) -> str:
+    return text.replace("language_model", r"l\u0061nguage_model")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda index: json.dumps(index, separators=(",", ":")),
+        lambda index: json.dumps(index, indent="\t").replace("\n", "\r\n"),
+        lambda index: json.dumps(dict(reversed(index.items())), indent=2),
+        lambda index: json.dumps({"other": [{"x": "}}"}], **index}),
+        lambda index: json.dumps({"weight_map": index["weight_map"]}),
+        lambda index: json.dumps(index).replace('": "model', '" :  "model', 40),
+        lambda index: with_escapes(json.dumps(index, indent=2)),
+        lambda index: "\n" * 5000 + json.dumps(index, indent=2) + " " * 5000,
+    ],
+    ids=["compact", "tabs", "map first", "other fields", "no metadata", "uneven", "escapes", "space"],
+)
+@pytest.mark.parametrize("piece", [1 << 20, 1000])
+def test_index_written_in_other_ways(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[dict[str, Any]], str], piece: int
+) -> None:
+    monkeypatch.setattr(placements, "_PIECE", piece)
+    path = checkpoint / INDEX_FILE
+    mapping = weight_map(checkpoint)
+    path.write_text(write(json.loads(path.read_bytes())), newline="")
+    assert weight_map(checkpoint) == mapping
+    index = TensorIndex.open(checkpoint)
+    assert {name: index[name].shard_path.name for name in index} == mapping
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (",\n  ", ": ")])
+@pytest.mark.parametrize("form", ["plain", "escaped", "apart"])
+def test_a_name_that_occurs_twice_in_the_index(checkpoint: Path, separators: tuple[str, str], form: str) -> None:
+    """Even in the same shard, where nothing would be lost."""
+    path = checkpoint / INDEX_FILE
+    index = json.loads(path.read_bytes())
+    text = json.dumps(index, separators=separators)
+    again = NORM if form != "escaped" else NORM.replace("n", "\\u006e")
+    member = f'"{again}"{separators[1]}"{index["weight_map"][NORM]}"'
+    if form == "apart":
+        text = text.removesuffix("}}") + separators[0] + member + "}}"
+    else:
+        place = text.index(f'"{NORM}"')
+        text = text[:place] + member + separators[0] + text[place:]
+    path.write_text(text)
+    assert f"expected every tensor once in weight_map, {NORM!r} occurs more than once" in refusal(checkpoint)
+
+
+def test_families(checkpoint: Path) -> None:
+    """Names that differ in their second number only, of one kind."""
+
+    def family(name: str) -> str:
+        return re.sub(r"^(\D*\d+\D+)\d+", r"\1*", name)
+
+    index = TensorIndex.open(checkpoint)
+    expected: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+    for name in index:
+        entry = index[name]
+        expected[family(name), entry.dtype, entry.shape] += 1
+    found = {(family(f.name), f.kind.dtype, f.kind.shape): f.count for f in index.families()}
+    assert found == dict(expected)
+    assert sum(f.count for f in index.families()) == len(index)
+
+
 def test_an_index_that_is_not_a_file(checkpoint: Path) -> None:
     (checkpoint / INDEX_FILE).unlink()
     (checkpoint / INDEX_FILE).mkdir()
@@ -313,9 +407,9 @@ def test_holes_only_where_the_index_announces_them(checkpoint: Path) -> None:
     if path.stat().st_blocks * 512 >= len(raw):
         pytest.skip("the file system of the temporary directory keeps no holes")
     assert f"{path}: a hole: bytes from" in refusal(checkpoint)
-    edit_json(checkpoint / INDEX_FILE, lambda i: i["metadata"].update(k3_sparse=1))
+    edit_json(checkpoint / INDEX_FILE, lambda i: i["metadata"].update(synthetic=1))
     assert "a hole" in refusal(checkpoint)
-    edit_json(checkpoint / INDEX_FILE, lambda i: i["metadata"].update(k3_sparse=True))
+    edit_json(checkpoint / INDEX_FILE, lambda i: i["metadata"].update(synthetic=True))
     TensorIndex.open(checkpoint)
 
 

@@ -27,7 +27,7 @@ from conftest import (
     write_shard,
 )
 from k3.checkpoint.config import ModelConfig
-from k3.checkpoint.index import INDEX_FILE, SPARSE_MARK, TensorIndex
+from k3.checkpoint.index import INDEX_FILE, SYNTHETIC_MARK, TensorIndex
 from k3.checkpoint.layout import Layout, bind, check_a_log, wanted_tensors
 from k3.checkpoint.specs import EXPERT_TENSORS, expert_shapes, layer_specs, top_specs
 from k3.errors import CheckpointError, UsageError
@@ -431,10 +431,10 @@ def write_full_shape(target: Path, config: ModelConfig) -> None:
             dtype, shape = kinds.get(name) or ("U8", experts.get(name[-16:].lstrip("."), (1,)))
             begin, end = end, end + math.prod(shape) * {"F32": 4, "BF16": 2, "U8": 1}[dtype]
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        path = write_shard(target / shard, {"__metadata__": {"format": "pt"}, **header})
+        path = write_shard(target / shard, json.dumps(header, separators=(",", ":")).encode())
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size + end)
-    metadata = {**released["metadata"], SPARSE_MARK: True}
+    metadata = {**released["metadata"], SYNTHETIC_MARK: True}
     (target / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": released["weight_map"]}, indent=2))
 
 
@@ -455,8 +455,9 @@ print(json.dumps({"open_s": opened - start, "bind_s": time.perf_counter() - open
 """
 
 
+@pytest.mark.slow
 def test_full_shape(tmp_path: Path) -> None:
-    """Headers of 1.56 TB in seconds and little memory; the figures are printed with -s."""
+    """Headers of 1.56 TB in little memory, with the released index as it is; the figures are printed with -s."""
     released = shared_file("data/released-config.json")
     write_full_shape(tmp_path, ModelConfig.read(released))
     done = subprocess.run(
@@ -471,5 +472,4 @@ def test_full_shape(tmp_path: Path) -> None:
     assert figures["expert_bytes"] == 92 * 896 * 17_547_264
     assert abs(figures["trunk_bytes"] - (108.81e9 + 2.35e9)) < 0.02e9
     assert figures["index_bytes"] < 12e6
-    assert figures["peak_bytes"] < 400e6
-    assert figures["open_s"] + figures["bind_s"] < 20  # measured: 3.2 to 4.6 on a shared core
+    assert figures["peak_bytes"] < 120e6

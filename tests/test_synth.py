@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gzip
+import itertools
 import json
+import re
 import shutil
 from math import prod
 from types import SimpleNamespace
@@ -13,12 +16,15 @@ import pytest
 from safetensors import safe_open
 
 from k3.checkpoint import synth
+from k3.checkpoint.census import EMBEDDING_CLASS, HEAD_CLASS, OTHERS, ROUTED, TRUNK, take_census
 from k3.checkpoint.config import ModelConfig, stop_ids
 from k3.checkpoint.index import TensorIndex
 from k3.checkpoint.layout import bind
-from k3.checkpoint.shards import plan_shard, shard_name
-from k3.checkpoint.synth import KINDS, synthetic_size, write_synthetic
+from k3.checkpoint.released import RELEASED_FILES, RELEASED_TENSOR_BYTES, RELEASED_TENSORS, vision_shards
+from k3.checkpoint.shards import StoredTensor, plan_shard, shard_name
+from k3.checkpoint.synth import KINDS, shard_plans, synthetic_size, write_synthetic
 from k3.checkpoint.synth_tensors import round_to_bf16, shard_tensors
+from k3.cli.main import main
 from k3.errors import K3Error, MachineError, UsageError
 from k3.reference import FP4_VALUES, Reference, Trace, read_tensor
 from k3.text.tokenizer import load_tokenizer
@@ -60,14 +66,36 @@ def test_layout_is_that_of_the_recorded_checkpoints(name):
         assert json.loads(plan.header[8:]) == want
 
 
-def test_layout_of_the_released_config_has_the_released_sizes(shared):
-    """The 94 shards of the language model to the byte, headers included."""
-    config = json.loads((shared / "data" / "released-config.json").read_text())
+def test_released_facts(shared):
+    """File sizes, totals and configuration, as released."""
     lines = (shared / "data" / "released-shard-sizes.txt").read_text().split("\n")
-    released = {name: int(size) for name, size in (line.split() for line in lines if line)}
-    plans = planned(config)
-    assert len(plans) == 94
-    assert [plan.nbytes for plan in plans] == [released[shard_name(n, 96)] for n in range(1, 95)]
+    assert list(RELEASED_FILES.items()) == [
+        (name, int(size)) for name, size in (line.split() for line in lines if line)
+    ]
+    index = json.loads(gzip.decompress((shared / "data" / "released-index.json.gz").read_bytes()))
+    assert index["metadata"] == {"total_size": RELEASED_TENSOR_BYTES}
+    assert len(index["weight_map"]) == RELEASED_TENSORS
+    for shard, names in zip(list(RELEASED_FILES)[-2:], vision_shards(), strict=True):
+        assert {name for name, home in index["weight_map"].items() if home == shard} == set(names)
+
+
+def test_first_shards_of_the_released_shape():
+    """A dense KDA layer, two KDA layers with experts and an MLA one: the released sizes to the byte."""
+    plans = itertools.islice(shard_plans("full-shape"), 4)
+    assert [plan.nbytes for plan in plans] == list(RELEASED_FILES.values())[:4]
+
+
+def test_headers_can_be_padded():
+    """With spaces, as the format has it, to a file of a given size."""
+    tensors = [StoredTensor("a", "F32", (3,)), StoredTensor("b", "U8", (5,))]
+    least = plan_shard(tensors)
+    padded = plan_shard(tensors, least.nbytes + 24)
+    assert padded.nbytes == least.nbytes + 24
+    assert json.loads(padded.header[8:]) == json.loads(least.header[8:])
+    assert padded.header.endswith(b"}}" + b" " * (24 + least.header.count(b" ")))
+    assert len(padded.header) == 8 + int.from_bytes(padded.header[:8], "little")
+    with pytest.raises(ValueError, match="leave"):
+        plan_shard(tensors, 100)
 
 
 def test_files_are_what_the_index_says(tiny):
@@ -133,7 +161,9 @@ def test_wide_has_the_released_widths():
 
 def test_config_fields_are_those_of_the_released_one(shared):
     released = json.loads((shared / "data" / "released-config.json").read_text())
-    wide = KINDS["wide"]
+    wide, full = KINDS["wide"], KINDS["full-shape"]
+    assert full["text_config"].items() <= released["text_config"].items()
+    assert {k: v for k, v in full.items() if k != "text_config"}.items() <= released.items()
     assert set(wide) <= set(released)
     assert set(wide["text_config"]) <= set(released["text_config"])
     assert wide["text_config"]["quantization_config"] == released["text_config"]["quantization_config"]
@@ -214,6 +244,115 @@ def test_logits_are_alive(tiny):
     assert len(np.unique(best)) > 20
     assert all(0.3 < hidden.std() < 10 for hidden in trace.hidden.values())
     assert all(len(np.unique(chosen)) > 12 for chosen in trace.router_ids.values())
+
+
+# --- sparse ---
+
+PLACEHOLDERS = 894_717_952
+"""Bytes of the released vision part."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """What `full-shape` is, with the configuration of `tiny`."""
+    path = tmp_path_factory.mktemp("synth") / "small"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KINDS, "full-shape", KINDS["tiny"])
+        write_synthetic("full-shape", path)
+    return path
+
+
+def test_sparse_files(small, tiny):
+    config = ModelConfig.read(small / "config.json")
+    index = TensorIndex.open(small)
+    layout = bind(index, config)
+    text = set(TensorIndex.open(tiny))
+    vision = [index[name] for name in index if not name.startswith("language_model.")]
+    assert len(vision) == 168
+    assert set(index) == text | {entry.name for entry in vision}
+    assert {entry.dtype for entry in vision} == {"BF16"}
+    assert {len(entry.shape) for entry in vision} == {1}
+    assert sum(entry.nbytes for entry in vision) == PLACEHOLDERS
+    assert sorted({entry.shard_path.name for entry in vision}) == [shard_name(n, 11) for n in (10, 11)]
+    assert [(small / shard_name(n, 11)).stat().st_size for n in (10, 11)] == list(RELEASED_FILES.values())[-2:]
+    embedding = layout.top["model.embed_tokens.weight"].nbytes
+    total = layout.trunk_bytes + layout.expert_bytes + embedding + PLACEHOLDERS
+    assert index.metadata == {"total_size": total, "synthetic": True}
+    assert stop_ids(small, config) == {770}
+    assert not list(small.glob("*tok*"))
+    assert sum(file.stat().st_blocks * 512 for file in small.iterdir()) < 5_000_000
+
+
+def test_sparse_values(small):
+    """Norms are one; the first embeddings and the routers are drawn; all else is zero."""
+    index = TensorIndex.open(small)
+    for name in index:
+        if not name.startswith("language_model."):
+            continue
+        values = read_tensor(index[name])
+        if name.endswith("norm.weight"):
+            assert (values == 1).all(), name
+        elif name.endswith("embed_tokens.weight"):
+            assert np.isclose(values[:64].std(), 1.0, rtol=0.05)
+            assert not values[64:].any()
+        elif name.endswith(".gate.weight"):
+            assert np.isclose(values.std(), 0.02, rtol=0.1), name
+        else:
+            assert not values.any(), name
+
+
+def test_sparse_routing_differs(small):
+    """By token and by layer, so that experts are read as in a real run."""
+    model, trace = Reference.from_checkpoint(small), Trace()
+    logits = model.logits(np.arange(64), trace)
+    assert np.isfinite(logits).all()
+    chosen = {layer: np.sort(ids, axis=1) for layer, ids in trace.router_ids.items()}
+    assert len(chosen) == 7
+    for ids in chosen.values():
+        assert len(np.unique(ids, axis=0)) > 32
+    assert len({ids.tobytes() for ids in chosen.values()}) == len(chosen)
+
+
+def test_sparse_files_need_holes(tmp_path, monkeypatch):
+    """A file system that writes zeros out would be full before the end."""
+    monkeypatch.setitem(KINDS, "full-shape", KINDS["tiny"])
+    monkeypatch.setattr(synth, "_stored_bytes", lambda path: path.stat().st_size)
+    with pytest.raises(MachineError, match=r"keeps no holes in files: model-00001-of-000011"):
+        write_synthetic("full-shape", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_says_what_it_took(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(KINDS, "full-shape", KINDS["tiny"])
+    out = tmp_path / "out"
+    assert main(["synth", "full-shape", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{out}\n"
+    assert re.search(r"14 files of 89\d MB, [0-9.]+ [kM]B on the disk, written in [0-9.]+ s", printed.err)
+
+
+@pytest.mark.slow
+def test_full_shape(tmp_path):
+    """All files of 1.56 TB with the released sizes, in 1.3 GB of disk."""
+    path = tmp_path / "full"
+    write_synthetic("full-shape", path)
+    assert {file.name: file.stat().st_size for file in path.glob("*.safetensors")} == RELEASED_FILES
+    assert sum(file.stat().st_blocks * 512 for file in path.iterdir()) < 1.5e9
+    assert json.loads((path / INDEX).read_bytes())["metadata"] == {
+        "total_size": RELEASED_TENSOR_BYTES,
+        "synthetic": True,
+    }
+    index = TensorIndex.open(path)
+    assert len(index) == RELEASED_TENSORS
+    assert bind(index, ModelConfig.read(path / "config.json")).tensor_count == RELEASED_TENSORS - 168
+    census = take_census(index)
+    assert census.expert_bytes == 17_547_264
+    assert census.total([ROUTED]).nbytes == 92 * 896 * 17_547_264
+    assert census.total([OTHERS]).nbytes == PLACEHOLDERS
+    assert census.total([HEAD_CLASS]).nbytes == census.total([EMBEDDING_CLASS]).nbytes == 163_840 * 7168 * 2
+    assert round(census.total(TRUNK).nbytes / 1e7) == 10881
+    assert round(census.total().parameters / 1e10) == 278
+    assert census.total().nbytes == RELEASED_TENSOR_BYTES
 
 
 # --- refusals ---

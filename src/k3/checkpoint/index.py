@@ -12,29 +12,26 @@ name key (`k3.checkpoint.names`), and not objects.
 opened must agree with it. Otherwise `model.safetensors`, or `model-*.safetensors`, or every `*.safetensors` of
 the directory is read. Everything that is wrong is a `CheckpointError`.
 
-An index whose metadata holds `"k3_sparse": true` belongs to a synthetic checkpoint: holes in its shards are meant.
+An index whose metadata holds `"synthetic": true` belongs to a synthetic checkpoint: holes in its shards are meant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from k3.checkpoint.names import Keys, NameTable, first_numbers
-from k3.checkpoint.safetensors import ShardHeader, TensorKind, read_header
-from k3.checkpoint.weight_map import INDEX_FILE, WeightMap
+from k3.checkpoint.kinds import TensorKind
+from k3.checkpoint.names import Keys, NameTable, first_numbers, without_second_number
+from k3.checkpoint.safetensors import ShardHeader, read_header
+from k3.checkpoint.weight_map import INDEX_FILE, Wanted, WeightMap, refuse_different_copies
 from k3.errors import CheckpointError, UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from k3.checkpoint.weight_map import Wanted
-
-SPARSE_MARK: Final = "k3_sparse"
+SYNTHETIC_MARK: Final = "synthetic"
 MAX_SHARDS: Final = 1 << 16
 
 
@@ -55,6 +52,15 @@ class TensorEntry:
         return self.shard_path
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Tensors of one kind whose names differ in their second number only; `name` is one of them."""
+
+    name: str
+    kind: TensorKind
+    count: int
+
+
 class TensorIndex:
     """All tensors of the opened shards. Build it with `TensorIndex.open`; it doesn't change afterwards.
 
@@ -64,12 +70,12 @@ class TensorIndex:
     """
 
     def __init__(
-        self, names: NameTable, shards: Iterable[tuple[ShardHeader, Keys]], metadata: dict[str, Any] | None = None
+        self, names: NameTable, headers: Iterable[ShardHeader], metadata: dict[str, Any] | None = None
     ) -> None:
-        """Columns from checked headers with their keys; CheckpointError where two shards hold the same tensor."""
+        """Columns from checked headers with keys of `names`; CheckpointError where two shards hold the same tensor."""
         self.metadata: dict[str, Any] = metadata or {}
         self._names = names
-        self._fill(shards)
+        self._fill(headers)
         self._refuse_repetition()
 
     @classmethod
@@ -79,8 +85,9 @@ class TensorIndex:
         """The index of a checkpoint directory.
 
         `wanted` (names, or a function of a name) limits it to shards that hold a wanted tensor: the others
-        need not exist. `extra_dirs` may hold shards that `model_dir` does not. UsageError where one of them
-        is no directory.
+        need not exist. A function must not tell names apart that differ only behind their first number, which is
+        the layer. `extra_dirs` may hold shards that `model_dir` does not; of copies of the same size the
+        first counts. UsageError where one of them is no directory.
         """
         places = [Path(model_dir), *map(Path, extra_dirs)]
         for place in places:
@@ -89,10 +96,10 @@ class TensorIndex:
         names = NameTable()
         path = places[0] / INDEX_FILE
         if not path.exists():
-            headers = map(read_header, _shards_without_index(places))
-            return cls(names, ((header, names.add(header.names)) for header in headers))
-        weight_map = WeightMap.read(path, names, wanted)
-        return cls(names, _agreeing_headers(weight_map, weight_map.locate(places)), weight_map.metadata)
+            return cls(names, (read_header(shard, names) for shard in _shards_without_index(places)))
+        weight_map = WeightMap.read(path, names)
+        shards = weight_map.locate(weight_map.needed(wanted), places)
+        return cls(names, _agreeing_headers(weight_map, shards), weight_map.metadata)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -139,6 +146,17 @@ class TensorIndex:
         rows = np.minimum(np.searchsorted(self._keys, keys), len(self) - 1)
         return np.where(possible & (self._keys[rows] == keys), rows, -1)
 
+    def families(self) -> list[Family]:
+        """All tensors, those whose names differ in the second number only (a layer's experts) taken together."""
+        same = without_second_number(self._keys)
+        order = np.lexsort((self.kind_ids, same))
+        changes = (np.diff(same[order]) != 0) | (np.diff(self.kind_ids[order].astype(np.int64)) != 0)
+        firsts = np.flatnonzero(np.concatenate(([len(order) > 0], changes)))
+        counts = np.diff(firsts, append=len(order)).tolist()
+        rows = order[firsts].tolist()
+        kinds = [self.kinds[self.kind_ids[row]] for row in rows]
+        return [Family(self.name(row), kind, count) for row, kind, count in zip(rows, kinds, counts, strict=True)]
+
     def rows_under(self, prefix: str) -> npt.NDArray[np.int64]:
         """Rows of all names that begin with `prefix`, which holds no digits."""
         return np.flatnonzero(self._names.under(self._keys, prefix))
@@ -159,15 +177,15 @@ class TensorIndex:
         row = int(np.searchsorted(self._keys, np.uint64(key)))
         return row if row < len(self) and self._keys[row] == key else None
 
-    def _fill(self, shards: Iterable[tuple[ShardHeader, Keys]]) -> None:
+    def _fill(self, headers: Iterable[ShardHeader]) -> None:
         known: dict[TensorKind, int] = {}
         paths, sizes = [], []
         keys, kinds, offsets = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)], [np.empty(0, np.int64)]
-        for header, header_keys in shards:
+        for header in headers:
             paths.append(header.path)
             sizes.append(header.file_size)
             ids = [known.setdefault(kind, len(known)) for kind in header.kinds]
-            keys.append(header_keys)
+            keys.append(header.keys)
             kinds.append(np.array(ids, np.uint32)[header.kind_ids])
             offsets.append(header.offsets)
         if len(paths) > MAX_SHARDS:
@@ -197,23 +215,24 @@ class TensorIndex:
 def _shards_without_index(places: Sequence[Path]) -> list[Path]:
     """The files that make the checkpoint where no index names them; of equal names the first place counts."""
     for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
-        found: dict[str, Path] = {}
+        found: dict[str, list[Path]] = {}
         for place in places:
             for path in sorted(place.glob(pattern)):
-                found.setdefault(path.name, path)
+                found.setdefault(path.name, []).append(path)
+        for copies in found.values():
+            refuse_different_copies(copies)
         if found:
-            return [found[name] for name in sorted(found)]
+            return [found[name][0] for name in sorted(found)]
     raise CheckpointError(
-        f"{places[0]}: expected {INDEX_FILE} or *.safetensors files, found neither. "
+        f"{' or '.join(map(str, places))}: expected {INDEX_FILE} or *.safetensors files, found neither. "
         "Give the directory that holds the checkpoint, or complete its download."
     )
 
 
-def _agreeing_headers(weight_map: WeightMap, shards: Sequence[Path]) -> Iterator[tuple[ShardHeader, Keys]]:
+def _agreeing_headers(weight_map: WeightMap, shards: Sequence[Path]) -> Iterator[ShardHeader]:
     """Headers one by one, each with exactly the tensors that the index places in it."""
-    allow_holes = weight_map.metadata.get(SPARSE_MARK) is True
+    allow_holes = weight_map.metadata.get(SYNTHETIC_MARK) is True
     for path in shards:
-        header = read_header(path, allow_holes=allow_holes)
-        keys = weight_map.names.add(header.names)
-        weight_map.check(path, keys)
-        yield header, keys
+        header = read_header(path, weight_map.names, allow_holes=allow_holes)
+        weight_map.check(path, header.keys)
+        yield header

@@ -14,19 +14,24 @@ there, with the right shape and an exact dtype, and that the bound layers hold n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from k3.checkpoint.config import ModelConfig
 from k3.checkpoint.index import TensorEntry, TensorIndex
+from k3.checkpoint.kinds import TensorKind
 from k3.checkpoint.specs import (
     EMBEDDING,
     EXPERT_TENSORS,
     EXPERTS,
     LAYERS,
+    PREFIXES,
     TensorSpec,
     expert_shapes,
     layer_specs,
@@ -34,14 +39,6 @@ from k3.checkpoint.specs import (
 )
 from k3.errors import CheckpointError, UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from k3.checkpoint.config import ModelConfig
-    from k3.checkpoint.safetensors import TensorKind
-
-PREFIXES: Final = ("language_model.", "")
 _LISTED: Final = 20
 _PARTS: Final = ("weight_packed", "weight_scale")
 # Stored in the released files, used only where `latent_moe_use_norm` is true.

@@ -9,15 +9,13 @@ mixture of experts have some sixty templates.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from k3.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
 _NUMBER: Final = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,3})(?![0-9])")
 _NUMBER_BITS: Final = 14  # four digits
@@ -41,6 +39,19 @@ class NameTable:
     def add(self, names: Collection[str]) -> Keys:
         """Keys of these names: uint64 [len(names)]. CheckpointError for a name that can't have one."""
         return np.fromiter(map(self._add, names), np.uint64, len(names))
+
+    def add_pattern(self, pattern: str, *numbers: npt.ArrayLike) -> Keys:
+        """Keys of the names that `pattern` becomes with each `{}` replaced by `numbers`, broadcast together.
+
+        The same as `add` of all those names. ValueError as in `keys_of`, or where a number has no place in a key.
+        """
+        template = pattern.replace("{}", _GAP)
+        if template not in self._ids:
+            self._ids[template] = self._new(template, pattern)
+        keys, possible = self.keys_of(pattern, numbers)
+        if not possible.all():
+            raise ValueError(f"{pattern!r}: a number is not from 0 to {_MAX_NUMBER}")
+        return keys
 
     def key(self, name: str) -> int | None:
         """The key of this name, or None where no name of its template was added."""
@@ -77,6 +88,8 @@ class NameTable:
         return np.isin(keys >> np.uint64(_TEMPLATE_SHIFT), ids)
 
     def _add(self, name: str) -> int:
+        if _GAP in name:
+            raise CheckpointError(f"The tensor name {name!r} holds a NUL character. Repair the shard.")
         parts = _NUMBER.split(name, _NUMBERS)
         template = _GAP.join(parts[::2])
         number = self._ids.get(template)
@@ -85,8 +98,6 @@ class NameTable:
         return _pack(number, parts[1::2])
 
     def _new(self, template: str, name: str) -> int:
-        if _GAP in name:
-            raise CheckpointError(f"The tensor name {name!r} holds a NUL character. Repair the shard.")
         if len(self._templates) >= _MAX_TEMPLATES:
             raise CheckpointError(
                 f"Expected at most {_MAX_TEMPLATES} different forms of tensor names, found more at {name!r}. "
@@ -96,9 +107,19 @@ class NameTable:
         return len(self._templates) - 1
 
 
+def first_number_bits(keys: Keys) -> Keys:
+    """What names share that differ only behind their first number: template and that number, at most 36 bits."""
+    return keys >> np.uint64(_TEMPLATE_SHIFT - _NUMBER_BITS)
+
+
+def without_second_number(keys: Keys) -> Keys:
+    """What names share that differ in their second number only."""
+    return keys & ~np.uint64(_MASK << _NUMBER_BITS)
+
+
 def first_numbers(keys: Keys) -> npt.NDArray[np.int64]:
     """The first number in each key's name; 0 where it has none."""
-    return (keys >> np.uint64(_TEMPLATE_SHIFT - _NUMBER_BITS) & np.uint64(_MASK)).astype(np.int64)
+    return (first_number_bits(keys) & np.uint64(_MASK)).astype(np.int64)
 
 
 def _pack(template: int, numbers: Sequence[str]) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
+_LENGTH_BYTES = 8
 
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "U8": 1}
 """Bytes an element takes, of the dtypes that a released checkpoint holds."""
@@ -48,10 +46,11 @@ def shard_name(number: int, count: int) -> str:
     return f"model-{number:05}-of-{count:06}.safetensors"
 
 
-def plan_shard(specs: Iterable[StoredTensor]) -> ShardPlan:
+def plan_shard(specs: Iterable[StoredTensor], nbytes: int | None = None) -> ShardPlan:
     """Lay tensors out as the safetensors library does: the widest dtype first, then by name.
 
-    So each expert's six tensors (`w1.weight_packed`, `w1.weight_scale`, `w2…`, `w3…`) lie back to back.
+    So each expert's six tensors (`w1.weight_packed`, `w1.weight_scale`, `w2…`, `w3…`) lie back to back. The header
+    is padded with spaces to make a file of `nbytes` bytes. ValueError where that is too short.
     """
     ordered = sorted(specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
     entries: dict[str, object] = {}
@@ -61,21 +60,26 @@ def plan_shard(specs: Iterable[StoredTensor]) -> ShardPlan:
         end += spec.nbytes
         entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offsets[-1], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = struct.pack("<Q", len(text)) + text
+    room = -(-len(text) // 8) * 8 if nbytes is None else nbytes - end - _LENGTH_BYTES
+    if len(text) > room:
+        raise ValueError(f"the header takes {len(text)} bytes, {nbytes} bytes leave {room} for it")
+    header = struct.pack("<Q", room) + text.ljust(room)
     tensors = tuple((spec, len(header) + offset) for spec, offset in zip(ordered, offsets, strict=True))
     return ShardPlan(header, tensors, len(header) + end)
 
 
-def index_json(shards: Sequence[ShardPlan]) -> str:
-    """Text of `model.safetensors.index.json` for these shards, in order."""
-    names = {
-        spec.name: shard_name(number, len(shards))
-        for number, shard in enumerate(shards, 1)
-        for spec, _ in shard.tensors
-    }
-    total = sum(spec.nbytes for shard in shards for spec, _ in shard.tensors)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2) + "\n"
+def index_lines(plan: ShardPlan, file_name: str) -> str:
+    """The shard's members of a weight map, as lines parted by commas."""
+    return ",\n".join(f'    {json.dumps(spec.name)}: "{file_name}"' for spec, _ in plan.tensors)
+
+
+def index_pieces(lines: Iterable[str], metadata: dict[str, object]) -> Iterator[str]:
+    """Text of `model.safetensors.index.json` with these `index_lines`, piece by piece."""
+    start = json.dumps({"metadata": metadata, "weight_map": {}}, indent=2)
+    yield start.removesuffix("{}\n}")
+    for number, shard in enumerate(lines):
+        yield (",\n" if number else "{\n") + shard
+    yield "\n  }\n}\n"
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:

@@ -7,11 +7,12 @@ Local names are the checkpoint's without the prefix `language_model.` and, in a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-if TYPE_CHECKING:
-    from k3.checkpoint.config import ModelConfig
+from k3.checkpoint.config import ModelConfig
 
+PREFIXES: Final = ("language_model.", "")
+"""What stands before every name of the language model: in released files, and in its own."""
 LAYERS: Final = "model.layers."
 EXPERTS: Final = "block_sparse_moe.experts."
 HEAD: Final = "lm_head.weight"

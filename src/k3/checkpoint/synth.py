@@ -9,90 +9,32 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
-from k3.checkpoint.shards import ShardPlan, index_json, plan_shard, shard_name, write_at
-from k3.checkpoint.synth_tensors import SPECIAL_SLOTS, Block, Tensor, shard_tensors, tensor_blocks
+from k3.checkpoint.index import SYNTHETIC_MARK
+from k3.checkpoint.released import CONSTANTS, KDA_HEAD_DIM, KDA_HEADS, MLA_LAYERS, RELEASED_FILES, SHAPE
+from k3.checkpoint.shards import ShardPlan, index_lines, index_pieces, plan_shard, shard_name, write_at
+from k3.checkpoint.synth_tensors import (
+    SPECIAL_SLOTS,
+    Block,
+    Tensor,
+    shard_tensors,
+    sparse,
+    tensor_blocks,
+    vision_tensors,
+)
+from k3.checkpoint.weight_map import INDEX_FILE
 from k3.errors import K3Error, MachineError, UsageError
 from k3.text.vocabulary import write_vocabulary
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes in all."""
 
 # --- kinds ---
-
-_QUANTIZATION: dict[str, Any] = {
-    "config_groups": {
-        "group_0": {
-            "format": "mxfp4-pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": 32,
-                "num_bits": 4,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "scale_dtype": "torch.uint8",
-                "strategy": "group",
-                "symmetric": True,
-                "type": "float",
-                "zp_dtype": None,
-            },
-        }
-    },
-    "format": "mxfp4-pack-quantized",
-    "global_compression_ratio": None,
-    "ignore": [
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-        "re:.*lm_head.*",
-        "re:.*vision_tower.*",
-        "re:.*mm_projector.*",
-    ],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
-
-_COMMON: dict[str, Any] = {
-    "activation_situ_beta": 4.0,
-    "activation_situ_linear_beta": 25.0,
-    "architectures": ["KimiLinearForCausalLM"],
-    "dtype": "bfloat16",
-    "first_k_dense_replace": 1,
-    "hidden_act": "situ",
-    "initializer_range": 0.02,
-    "latent_moe_use_norm": True,
-    "mla_use_nope": True,
-    "mla_use_output_gate": True,
-    "model_type": "kimi_linear",
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
-    "num_expert_group": 1,
-    "num_nextn_predict_layers": 0,
-    "num_shared_experts": 2,
-    "quantization_config": _QUANTIZATION,
-    "rms_norm_eps": 1e-05,
-    "routed_scaling_factor": 1.0,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "use_cache": True,
-    "use_grouped_topk": True,
-}
 
 _TINY: dict[str, Any] = {
     "attn_res_block_size": 3,
@@ -113,27 +55,10 @@ _TINY: dict[str, Any] = {
     "vocab_size": 1024,
 }
 
-_WIDE: dict[str, Any] = {
-    "attn_res_block_size": 12,
-    "hidden_size": 7168,
-    "intermediate_size": 33792,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 1048576,
-    "moe_intermediate_size": 3072,
-    "num_attention_heads": 96,
-    "num_experts": 64,
-    "num_experts_per_token": 16,
-    "num_hidden_layers": 5,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "routed_expert_hidden_size": 3584,
-    "v_head_dim": 128,
-    "vocab_size": 16384,
-}
+_WIDE: dict[str, Any] = {**SHAPE, "num_experts": 64, "num_hidden_layers": 5, "vocab_size": 16384}
 
 
-def _config(shape: dict[str, Any], kda_heads: int, kda_head_dim: int, mla_layers: list[int]) -> dict[str, Any]:
+def _config(shape: dict[str, Any], kda_heads: int, kda_head_dim: int, mla_layers: Sequence[int]) -> dict[str, Any]:
     """A `config.json` in the released nested shape, without the vision part; `mla_layers` count from one."""
     first_special = shape["vocab_size"] - SPECIAL_SLOTS
     special = {
@@ -142,7 +67,7 @@ def _config(shape: dict[str, Any], kda_heads: int, kda_head_dim: int, mla_layers
         "pad_token_id": shape["vocab_size"] - 1,
     }
     linear = {
-        "full_attn_layers": mla_layers,
+        "full_attn_layers": list(mla_layers),
         "gate_lower_bound": -5.0,
         "head_dim": kda_head_dim,
         "kda_layers": [n for n in range(1, shape["num_hidden_layers"] + 1) if n not in mla_layers],
@@ -157,16 +82,21 @@ def _config(shape: dict[str, Any], kda_heads: int, kda_head_dim: int, mla_layers
         "media_placeholder_token_id": first_special + 21,
         "model_type": "kimi_k3",
         **special,
-        "text_config": dict(sorted({**_COMMON, **shape, **special, **text}.items())),
+        "text_config": dict(sorted({**CONSTANTS, **shape, **special, **text}.items())),
         "tie_word_embeddings": False,
     }
 
 
 KINDS: dict[str, dict[str, Any]] = {
     "tiny": _config(_TINY, kda_heads=3, kda_head_dim=32, mla_layers=[4, 8]),
-    "wide": _config(_WIDE, kda_heads=96, kda_head_dim=128, mla_layers=[4]),
+    "wide": _config(_WIDE, KDA_HEADS, KDA_HEAD_DIM, mla_layers=[4]),
+    "full-shape": _config(SHAPE, KDA_HEADS, KDA_HEAD_DIM, MLA_LAYERS),
 }
-"""Each kind's configuration: `tiny` for tests and demonstrations, `wide` has released widths, few layers."""
+"""Each kind's configuration: `tiny` for tests and demonstrations; `wide` has released widths, few layers;
+`full-shape` is as large as the released checkpoint, in sparse files."""
+
+_SPARSE = "full-shape"
+_RELEASED_SHARDS = tuple(RELEASED_FILES.values())
 
 # --- writing ---
 
@@ -177,8 +107,12 @@ class _Shard:
     plan: ShardPlan
 
     @classmethod
-    def of(cls, tensors: list[Tensor]) -> Self:
-        return cls({t.spec.name: t for t in tensors}, plan_shard(t.spec for t in tensors))
+    def of(cls, tensors: list[Tensor], nbytes: int | None = None) -> Self:
+        return cls({t.spec.name: t for t in tensors}, plan_shard((t.spec for t in tensors), nbytes))
+
+    @property
+    def written_bytes(self) -> int:
+        return len(self.plan.header) + sum(t.written_bytes for t in self.tensors.values())
 
     def blocks(self) -> Iterator[Block]:
         for spec, offset in self.plan.tensors:
@@ -186,8 +120,13 @@ class _Shard:
 
 
 def synthetic_size(kind: str) -> int:
-    """Bytes of all shards of `kind`, headers included. Raises UsageError for a kind that does not exist."""
-    return sum(shard.plan.nbytes for shard in _shards(_config_of(kind)))
+    """Bytes of all shards of `kind`, headers and holes included. UsageError for a kind that does not exist."""
+    return sum(plan.nbytes for plan in shard_plans(kind))
+
+
+def shard_plans(kind: str) -> Iterator[ShardPlan]:
+    """Headers and sizes of the shards of `kind`, one by one. UsageError for a kind that does not exist."""
+    return (shard.plan for shard in _shards(kind))
 
 
 def write_synthetic(
@@ -197,7 +136,10 @@ def write_synthetic(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> None:
-    """Write a checkpoint of `kind` (a key of KINDS), tokenizer included, into a new or empty `directory`.
+    """Write a checkpoint of `kind` (a key of KINDS) into a new or empty `directory`.
+
+    A tokenizer is included, except in `full-shape`, whose text parts have the released names, shapes and sizes of
+    files, while its vision parts are placeholders. It is nearly all holes, and its index is marked as synthetic.
 
     The bytes depend on kind and seed (0 ≤ seed < 2^64) only. They are written into `<directory>.partial`,
     which is renamed when complete and removed when writing fails. Memory stays below about 10 MB a thread; by
@@ -205,22 +147,33 @@ def write_synthetic(
 
     Raises:
         UsageError: no such kind; the directory holds something; a `.partial` one is left from a killed run.
-        MachineError: the file system lacks the space.
+        MachineError: the file system lacks the space, or for `full-shape` holes in files.
         K3Error: a write failed.
     """
-    config = _config_of(kind)
+    _config_of(kind)
     if not 0 <= seed < 1 << 64:
         raise UsageError(f"The seed {seed} is out of range. Choose one from 0 to 2^64 - 1.")
-    shards = _shards(config)
     out = Path(directory)
     partial = out.with_name(out.name + ".partial")
     _check_target(out, partial)
-    _check_space(out, sum(shard.plan.nbytes for shard in shards))
+    written = [shard.written_bytes for shard in _shards(kind)]
+    _check_space(out, sum(written))
+    report = _Report(progress, sum(written))
     try:
         partial.mkdir(parents=True)
         try:
-            _write_shards(partial, shards, seed, progress, threads or min(4, len(os.sched_getaffinity(0))))
-            _write_texts(partial, config, shards)
+            lines, total = [], 0
+            for number, shard in enumerate(_shards(kind), 1):
+                name = shard_name(number, len(written))
+                for nbytes in _write_shard(
+                    partial / name, shard, seed, threads or min(4, len(os.sched_getaffinity(0)))
+                ):
+                    report.add(nbytes)
+                if kind == _SPARSE and number == 1:
+                    _require_holes(partial / name, shard)
+                lines.append(index_lines(shard.plan, name))
+                total += sum(spec.nbytes for spec, _ in shard.plan.tensors)
+            _write_texts(partial, kind, index_pieces(lines, _metadata(kind, total)))
             partial.rename(out)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -239,8 +192,21 @@ def _config_of(kind: str) -> dict[str, Any]:
     return KINDS[kind]
 
 
-def _shards(config: dict[str, Any]) -> list[_Shard]:
-    return [_Shard.of(tensors) for tensors in shard_tensors(config)]
+def _shards(kind: str) -> Iterator[_Shard]:
+    """Made one by one: half a million tensors take more memory than they are worth."""
+    config = _config_of(kind)
+    if kind != _SPARSE:
+        yield from map(_Shard.of, shard_tensors(config))
+        return
+    for tensors in shard_tensors(config):
+        yield _Shard.of([sparse(tensor) for tensor in tensors])
+    for tensors, nbytes in zip(vision_tensors(), _RELEASED_SHARDS[-2:], strict=True):
+        yield _Shard.of(tensors, nbytes)
+
+
+def _metadata(kind: str, total_size: int) -> dict[str, object]:
+    mark = {SYNTHETIC_MARK: True} if kind == _SPARSE else {}
+    return {"total_size": total_size, **mark}
 
 
 def _check_target(out: Path, partial: Path) -> None:
@@ -266,13 +232,33 @@ def _check_space(out: Path, needed: int) -> None:
         )
 
 
-def _write_shards(partial: Path, shards: list[_Shard], seed: int, progress: Progress | None, threads: int) -> None:
-    total, done = sum(shard.plan.nbytes for shard in shards), 0
-    for number, shard in enumerate(shards, 1):
-        for written in _write_shard(partial / shard_name(number, len(shards)), shard, seed, threads):
-            done += written
-            if progress is not None:
-                progress(done, total)
+def _require_holes(path: Path, shard: _Shard) -> None:
+    """Refuse to go on where a file system writes out the zeros of a first shard: all would be 1.56 TB."""
+    holes = shard.plan.nbytes - shard.written_bytes
+    if _stored_bytes(path) - shard.written_bytes > holes / 2:
+        raise MachineError(
+            f"The file system of {path.parent.parent} keeps no holes in files: {path.name} takes "
+            f"{_stored_bytes(path)} bytes of it, expected about {shard.written_bytes}. What was written is removed. "
+            "Choose a place on ext4, XFS, Btrfs, APFS or another file system with sparse files."
+        )
+
+
+def _stored_bytes(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
+class _Report:
+    """Adds up what was written for a `Progress`."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
 
 def _write_shard(path: Path, shard: _Shard, seed: int, threads: int) -> Iterator[int]:
@@ -285,23 +271,25 @@ def _write_shard(path: Path, shard: _Shard, seed: int, threads: int) -> Iterator
             write_at(descriptor, block.draw(seed).data, block.offset)
             return block.nbytes
 
+        os.ftruncate(descriptor, shard.plan.nbytes)
         write_at(descriptor, shard.plan.header, 0)
         yield len(shard.plan.header)
         yield from pool.map(write, shard.blocks())
         os.fsync(descriptor)
 
 
-def _write_texts(partial: Path, config: dict[str, Any], shards: list[_Shard]) -> None:
+def _write_texts(partial: Path, kind: str, index: Iterable[str]) -> None:
+    config = KINDS[kind]
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    index = index_json([shard.plan for shard in shards])
-    _write_text(partial / "model.safetensors.index.json", index)
-    _write_text(partial / "generation_config.json", json.dumps(generation, indent=2) + "\n")
-    _write_text(partial / "config.json", json.dumps(config, indent=2) + "\n")
-    write_vocabulary(partial, config["text_config"]["vocab_size"])
+    _write_text(partial / INDEX_FILE, index)
+    _write_text(partial / "generation_config.json", [json.dumps(generation, indent=2), "\n"])
+    _write_text(partial / "config.json", [json.dumps(config, indent=2), "\n"])
+    if kind != _SPARSE:
+        write_vocabulary(partial, config["text_config"]["vocab_size"])
 
 
-def _write_text(path: Path, text: str) -> None:
+def _write_text(path: Path, pieces: Iterable[str]) -> None:
     with path.open("w", encoding="utf-8") as file:
-        file.write(text)
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())

@@ -11,20 +11,18 @@ and logits spread by a few units.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log2, sqrt
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from k3.checkpoint.shards import StoredTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
+from k3.checkpoint.released import vision_shards
+from k3.checkpoint.shards import DTYPE_BYTES, StoredTensor
 
 SPECIAL_SLOTS = 256
 """Ids at the end of the vocabulary that stand for control tokens."""
@@ -63,7 +61,12 @@ class Scales:
     middle: int
 
 
-Distribution: TypeAlias = Bell | Even | Codes | Scales
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Zeros that are not written."""
+
+
+Distribution: TypeAlias = Bell | Even | Codes | Scales | Hole
 
 
 @lru_cache(maxsize=1)
@@ -99,6 +102,8 @@ def _table(distribution: Distribution, dtype: str) -> npt.NDArray[Any]:
             return np.repeat(np.array([middle - 1, middle, middle, middle + 1], dtype=np.uint8), 16384)
         case Bell(std, mean):
             values = (mean + std * _quantiles()).astype(np.float32)
+        case Hole():
+            raise ValueError("holes have no values")
         case Even(low, high):
             values = (low + (high - low) * (np.arange(65536) + 0.5) / 65536).astype(np.float32)
     return round_to_bf16(values) if dtype == "BF16" else values
@@ -113,6 +118,12 @@ class Tensor:
 
     spec: StoredTensor
     parts: tuple[tuple[int, Distribution], ...]
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that are written: all but the holes."""
+        written = sum(count for count, distribution in self.parts if distribution != Hole())
+        return written * DTYPE_BYTES[self.spec.dtype]
 
 
 def _drawn(name: str, dtype: str, shape: tuple[int, ...], distribution: Distribution) -> Tensor:
@@ -222,10 +233,41 @@ def _top(c: dict[str, Any]) -> Iterator[Tensor]:
     yield Tensor(head, ((head.count - special, ordinary), (special, damped)))
 
 
-def shard_tensors(config: dict[str, Any]) -> list[list[Tensor]]:
+def shard_tensors(config: dict[str, Any]) -> Iterator[list[Tensor]]:
     """The tensors of each shard of a `config.json`: layer N in shard N + 1, the top level in the last."""
     text = config["text_config"]
-    return [*(list(_layer(n, text)) for n in range(text["num_hidden_layers"])), list(_top(text))]
+    for layer in range(text["num_hidden_layers"]):
+        yield list(_layer(layer, text))
+    yield list(_top(text))
+
+
+# --- sparse checkpoints ---
+
+WRITTEN_IDS = 64
+"""Token ids, from 0 on, whose embeddings a sparse checkpoint holds."""
+_ROUTER = ".block_sparse_moe.gate.weight"
+
+
+def sparse(tensor: Tensor) -> Tensor:
+    """The tensor with holes in place of nearly all that is large.
+
+    Norms are 1. The first embeddings and the routers are drawn, so that routing differs by token and layer.
+    """
+    spec = tensor.spec
+    if spec.name.endswith("norm.weight"):
+        return _drawn(spec.name, spec.dtype, spec.shape, Even(1.0, 1.0))
+    if spec.name.endswith(_ROUTER):
+        return _drawn(spec.name, spec.dtype, spec.shape, Bell(0.02))
+    if spec.name.endswith("embed_tokens.weight"):
+        drawn = min(WRITTEN_IDS, spec.shape[0]) * spec.shape[1]
+        return Tensor(spec, ((drawn, Bell(1.0)), (spec.count - drawn, Hole())))
+    return Tensor(spec, ((spec.count, Hole()),))
+
+
+def vision_tensors() -> Iterator[list[Tensor]]:
+    """What the released files hold beside the text model, as placeholders of one dimension, for each of two shards."""
+    for shard in vision_shards():
+        yield [_drawn(name, "BF16", (count,), Hole()) for name, count in shard.items()]
 
 
 # --- values ---
@@ -257,9 +299,12 @@ class Block:
 
 
 def tensor_blocks(tensor: Tensor, offset: int) -> Iterator[Block]:
-    """The tensor in pieces, of which the first lies at `offset`."""
+    """The tensor, of which the first byte lies at `offset`, in pieces and without its holes."""
     number = 0
     for count, distribution in tensor.parts:
+        if distribution == Hole():
+            offset += count * DTYPE_BYTES[tensor.spec.dtype]
+            continue
         table = _table(distribution, tensor.spec.dtype)
         for start in range(0, count, _BLOCK):
             block = Block(tensor.spec.name, number, min(_BLOCK, count - start), table, offset)
