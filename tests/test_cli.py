@@ -24,14 +24,8 @@ VALID = {
     "bench": ["kernels"],
 }
 LATER = [
-    *(
-        f"--{name}=1"
-        for name in ("trunk", "speculate", "save-state", "load-state", "min-p", "repetition-penalty", "logit-bias")
-    ),
-    *(
-        f"--{name}=1"
-        for name in ("presence-penalty", "frequency-penalty", "json-schema", "regex", "plot")
-    ),
+    *(f"--{name}=1" for name in ("speculate", "save-state", "load-state", "min-p", "repetition-penalty", "logit-bias")),
+    *(f"--{name}=1" for name in ("presence-penalty", "frequency-penalty", "json-schema", "regex", "plot")),
     *("--dump-cache-trace=1", "--messages=1"),
 ]
 

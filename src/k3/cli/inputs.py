@@ -33,6 +33,7 @@ def load_model(arguments: argparse.Namespace, progress: Progress, *, needs_text:
         trunk_gb=arguments.trunk_gb,
         cache_gb=arguments.cache_gb,
         cache_experts=arguments.cache_experts,
+        trunk=arguments.trunk,
         extra_dirs=arguments.extra_dir,
         direct=not arguments.no_direct,
         threads=arguments.threads,

@@ -52,6 +52,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="more shards are there; may be repeated",
     )
+    group.add_argument("--trunk", metavar="DIR", type=Path, help="a packed trunk, as `k3 pack` writes it")
     group.add_argument("--no-direct", action="store_true", help="read through the page cache")
     add_memory(parser)
 

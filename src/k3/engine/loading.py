@@ -15,13 +15,14 @@ from k3.engine.costs import Costs
 from k3.engine.engine import Engine
 from k3.engine.machine import group_memory, memory_limit
 from k3.engine.plan import MemoryPlan, MemoryRequest, Needs, plan_memory
-from k3.engine.trunk import TrunkMatrix, plain_matrices
+from k3.engine.trunk import TrunkMatrix, packed_matrices, plain_matrices
 from k3.engine.weights import RoutedExperts, Trunk
 from k3.errors import UsageError
 from k3.kernels import Kernels
 from k3.model.transformer import Transformer
 from k3.model.weights import ExpertSource
 from k3.storage.expert_cache import ExpertCache
+from k3.storage.packed import open_trunk
 from k3.storage.policies import RankRecency
 from k3.storage.reader import Reader
 from k3.storage.stream import Progress, WeightStream
@@ -91,14 +92,18 @@ def bind_checkpoint(model_dir: Path, options: LoadOptions) -> Bound:
 
     Raises:
         UsageError: an option is out of its range, or there is no such directory.
-        ConfigError, CheckpointError: the checkpoint is not one that this engine computes exactly.
+        ConfigError, CheckpointError: the checkpoint is not one that this engine computes exactly, or the packed
+            trunk is not its own.
     """
     config = read_config(model_dir, options.config)
     _check(options, config)
     layers = count_layers(config, options.layers)
     index = TensorIndex.open(model_dir, wanted_tensors(config, layers), extra_dirs=options.extra_dirs)
     layout = bind(index, config, layers)
-    return Bound(config, layout, layers, plain_matrices(layout))
+    if options.trunk is None:
+        return Bound(config, layout, layers, plain_matrices(layout))
+    trunk = open_trunk(options.trunk, model_dir, layout, options.config)
+    return Bound(config, layout, layers, packed_matrices(trunk))
 
 
 def load_engine(model_dir: Path, options: LoadOptions, events: LoadEvents) -> LoadedEngine:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from k3.checkpoint.index import TensorEntry
 from k3.checkpoint.layout import Layout
+from k3.checkpoint.pack_format import PACKED12, PackedTensor, PackedTrunk
+from k3.checkpoint.pack_identity import trunk_matrices
 from k3.checkpoint.specs import HEAD
-from k3.kernels import Bf16Weight, F32Weight, Weight
+from k3.kernels import Bf16Weight, F32Weight, Packed12Weight, Weight
+from k3.storage.packed import stored_matrices
 from k3.storage.reader import ByteClass
 from k3.storage.stream import Piece, StoredBlock, StoredMatrix
 
@@ -28,20 +33,17 @@ class TrunkMatrix:
 
 
 def plain_matrices(layout: Layout, block_bytes: int = BLOCK_BYTES) -> dict[str, TrunkMatrix]:
-    """The walk over a checkpoint's own shards, by `layer.local name` (the head by its name alone)."""
-    return {key: _plain(entry, kind, block_bytes) for key, entry, kind in walk(layout)}
+    """The walk over a checkpoint's own shards: matrices by name, in execution order."""
+    return {entry.name: _plain(entry, block_bytes) for entry in trunk_matrices(layout)}
 
 
-def walk(layout: Layout) -> Iterator[tuple[str, TensorEntry, ByteClass]]:
-    """Key, place and class of every matrix of a step but the experts, in execution order."""
-    for layer in layout.layers:
-        for spec in layer.specs:
-            if spec.role == "matrix":
-                yield f"{layer.index}.{spec.local}", layer.tensors[spec.local], ByteClass.TRUNK
-    yield HEAD, layout.top[HEAD], ByteClass.HEAD
+def packed_matrices(trunk: PackedTrunk) -> dict[str, TrunkMatrix]:
+    """The walk over a packed trunk: matrices by name, in execution order."""
+    stored = stored_matrices(trunk)
+    return {m.name: TrunkMatrix(s, _packed(m)) for m, s in zip(trunk.matrices, stored, strict=True)}
 
 
-def _plain(entry: TensorEntry, kind: ByteClass, block_bytes: int) -> TrunkMatrix:
+def _plain(entry: TensorEntry, block_bytes: int) -> TrunkMatrix:
     rows, cols = entry.shape
     row = entry.nbytes // rows
     step = rows if entry.name.endswith(KV_B) else max(1, block_bytes // row)
@@ -51,9 +53,18 @@ def _plain(entry: TensorEntry, kind: ByteClass, block_bytes: int) -> TrunkMatrix
         for count in (min(step, rows - start),)
     )
 
-    def weight(piece: Piece) -> Weight:
-        if entry.dtype == "BF16":
-            return Bf16Weight(piece.data.view("<u2").reshape(piece.rows, cols))
-        return F32Weight(piece.data.view("<f4").reshape(piece.rows, cols))
+    kind = ByteClass.HEAD if entry.name.endswith(HEAD) else ByteClass.TRUNK
+    return TrunkMatrix(StoredMatrix(entry.name, kind, blocks), _as_stored(entry.dtype, cols))
 
-    return TrunkMatrix(StoredMatrix(entry.name, kind, blocks), weight)
+
+def _packed(matrix: PackedTensor) -> Callable[[Piece], Weight]:
+    if matrix.encoding != PACKED12:
+        return _as_stored(matrix.encoding, matrix.cols)
+    table = np.frombuffer(bytes.fromhex(matrix.table), np.uint8)
+    return lambda piece: Packed12Weight(piece.data, piece.rows, matrix.cols, table)
+
+
+def _as_stored(dtype: str, cols: int) -> Callable[[Piece], Weight]:
+    if dtype == "BF16":
+        return lambda piece: Bf16Weight(piece.data.view("<u2").reshape(piece.rows, cols))
+    return lambda piece: F32Weight(piece.data.view("<f4").reshape(piece.rows, cols))

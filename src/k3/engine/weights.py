@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from k3.checkpoint.index import TensorEntry
 from k3.checkpoint.layout import Layout
-from k3.checkpoint.specs import EMBEDDING
+from k3.checkpoint.specs import EMBEDDING, LAYERS
 from k3.engine.trunk import TrunkMatrix
 from k3.errors import ExpertReadError
 from k3.kernels import F32Array, Mxfp4Weight, Weight, widen_bf16
@@ -30,7 +30,7 @@ class _Matrices:
 
     def blocks(self, name: str) -> Iterator[RowBlock]:
         matrix = self.matrices[self.prefix + name]
-        for piece in self.stream.pieces(matrix.stored.name):
+        for piece in self.stream.pieces(self.prefix + name):
             yield RowBlock(piece.start, matrix.weight(piece))
 
     def matrix(self, name: str) -> Weight:
@@ -60,10 +60,10 @@ class Trunk:
         self._stream.begin(head=head)
 
     def layer(self, index: int) -> LayerWeights:
-        return _Matrices(self._stream, self._matrices, f"{index}.")
+        return _Matrices(self._stream, self._matrices, f"{self._layout.prefix}{LAYERS}{index}.")
 
     def head(self) -> LayerWeights:
-        return _Matrices(self._stream, self._matrices, "")
+        return _Matrices(self._stream, self._matrices, self._layout.prefix)
 
     def embed(self, ids: npt.NDArray[np.int64]) -> F32Array:
         entry = self._layout.top[EMBEDDING]

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from k3.checkpoint.config import ModelConfig
-from k3.kernels import Bf16Weight, F32Array, F32Weight, Kernels
+from k3.kernels import F32Array, Kernels
 from k3.model.batch import Batch
 from k3.model.norm import MLA_INNER_EPS, RmsNorm
 from k3.model.state import MlaCache
@@ -47,7 +47,7 @@ class Mla:
         q = project("q_b_proj", q_latent, c.mla_query_size)
         compressed = project("kv_a_proj_with_mqa", x, rank + rope_dim)
         latent, rope = self.kv_norm(ops, compressed[:, :rank]), compressed[:, rank:]
-        kv_b = cast("F32Weight | Bf16Weight", weights.matrix("self_attn.kv_b_proj.weight"))
+        kv_b = weights.matrix("self_attn.kv_b_proj.weight")
         o = np.empty((x.shape[0], c.mla_output_size), np.float32)
         for part in batch:
             rows = part.rows

@@ -1,0 +1,88 @@
+"""Whether the drive ever waits: `python benchmarks/drive.py MODEL [--trunk DIR]`.
+
+With nothing kept in memory, decoding reads every byte of the trunk and of its experts. Its rate is compared with that
+of a bare reader that takes the same files at the best number of reads in flight and does nothing with them. The two
+alternate; the medians of the pairwise ratios count. `k3 synth wide DIR` writes a checkpoint for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from pathlib import Path
+from statistics import median
+
+import k3
+from k3.storage.arena import Arena
+from k3.storage.reader import ByteClass, Read, Reader
+
+BLOCK = 8 << 20
+
+
+def bare_rate(paths: list[Path], depth: int, seconds: float) -> float:
+    """Bytes per second of whole files read in blocks, `depth` reads in flight."""
+    reader = Reader(threads=depth)
+    arena = Arena((depth + 1) * BLOCK)
+    free = deque(arena.take(BLOCK) for _ in range(depth + 1))
+    flying: deque[Read] = deque()
+    blocks = [(path, start) for path in paths for start in range(0, path.stat().st_size - BLOCK, BLOCK)]
+    began, done = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for path, start in blocks:
+            if not free:
+                read = flying.popleft()
+                done += read.wait().size
+                free.append(read.buffer)
+            flying.append(reader.submit(path, start, BLOCK, free.popleft(), ByteClass.TRUNK, demand=False))
+            if time.perf_counter() - began >= seconds:
+                break
+    done += sum(read.wait().size for read in flying)
+    spent = time.perf_counter() - began
+    if not reader.direct:
+        raise SystemExit("the file system refuses direct reads: this would measure memory")
+    reader.close()
+    return done / spent
+
+
+def engine_rate(model: k3.Model, sequence: k3.Sequence, seconds: float) -> tuple[float, float, float]:
+    """Bytes per second while decoding, seconds a token, bytes a token; pages that alignment adds are counted."""
+    before, began, tokens = model.engine.costs(), time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        model.engine.step([(sequence, [(tokens * 7919 + 1) % model.config.vocab_size])])
+        tokens += 1
+    spent = time.perf_counter() - began
+    costs = model.engine.costs() - before
+    nbytes = costs.bytes_read.total + costs.padding_bytes
+    return nbytes / spent, spent / tokens, nbytes / tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--trunk", type=Path)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    arguments = parser.parse_args()
+    paths = sorted(arguments.model.glob("*.safetensors")) + sorted((arguments.trunk or arguments.model).glob("*.bin"))
+    rates = {depth: bare_rate(paths, depth, arguments.seconds / 3) for depth in (1, 2, 4, 8, 16, 32)}
+    print("bare reader:", ", ".join(f"{depth} in flight {rate / 1e9:.2f} GB/s" for depth, rate in rates.items()))
+    best = max(rates, key=lambda depth: rates[depth])
+    with k3.load(arguments.model, trunk=arguments.trunk, trunk_gb=0, cache_gb=0, context=512, chunk=1) as model:
+        sequence = model.engine.new_sequence()
+        model.engine.step([(sequence, [1])])
+        pairs = []
+        for _ in range(arguments.pairs):
+            engine, per_token, nbytes = engine_rate(model, sequence, arguments.seconds)
+            bare = bare_rate(paths, best, arguments.seconds)
+            pairs.append((engine / bare, per_token / (nbytes / bare)))
+            print(
+                f"engine {engine / 1e9:.2f} GB/s, {per_token:.3f} s a token of {nbytes / 1e9:.2f} GB; "
+                f"bare {bare / 1e9:.2f} GB/s"
+            )
+    print(f"rate, engine / bare reader: {median(rate for rate, _ in pairs):.3f}")
+    print(f"seconds a token / (bytes / bare rate): {median(time for _, time in pairs):.3f}")
+
+
+if __name__ == "__main__":
+    main()
