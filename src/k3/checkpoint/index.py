@@ -184,22 +184,28 @@ class TensorIndex:
         for header in headers:
             paths.append(header.path)
             sizes.append(header.file_size)
-            ids = [known.setdefault(kind, len(known)) for kind in header.kinds]
+            kind_ids = [known.setdefault(kind, len(known)) for kind in header.kinds]
             keys.append(header.keys)
-            kinds.append(np.array(ids, np.uint32)[header.kind_ids])
+            kinds.append(np.array(kind_ids, np.uint32)[header.kind_ids])
             offsets.append(header.offsets)
         if len(paths) > MAX_SHARDS:
             raise CheckpointError(f"Expected at most {MAX_SHARDS} shards, found {len(paths)}. Use fewer files.")
-        shard_ids = np.repeat(np.arange(len(paths), dtype=np.uint16), [len(k) for k in keys[1:]])
-        all_keys = np.concatenate(keys)
+        count, lengths = sum(map(len, keys)), [len(part) for part in keys[1:]]
+        # Made before anything that is temporary, so that the memory behind them can be returned.
+        self._keys: Keys = np.empty(count, np.uint64)
+        self.offsets: npt.NDArray[np.int64] = np.empty(count, np.int64)
+        self.kind_ids: npt.NDArray[np.uint32] = np.empty(count, np.uint32)
+        self.shard_ids: npt.NDArray[np.uint16] = np.empty(count, np.uint16)
+        all_keys, ids = np.concatenate(keys), np.repeat(np.arange(len(paths), dtype=np.uint16), lengths)
         order = np.argsort(all_keys, kind="stable")
+        # `clip` lets `take` write to `out` itself; no place is out of range.
+        np.take(all_keys, order, out=self._keys, mode="clip")
+        np.take(np.concatenate(offsets), order, out=self.offsets, mode="clip")
+        np.take(np.concatenate(kinds), order, out=self.kind_ids, mode="clip")
+        np.take(ids, order, out=self.shard_ids, mode="clip")
         self.shards: tuple[Path, ...] = tuple(paths)
         self.shard_sizes: tuple[int, ...] = tuple(sizes)
         self.kinds: tuple[TensorKind, ...] = tuple(known)
-        self._keys: Keys = all_keys[order]
-        self.shard_ids: npt.NDArray[np.uint16] = shard_ids[order]
-        self.kind_ids: npt.NDArray[np.uint32] = np.concatenate(kinds)[order]
-        self.offsets: npt.NDArray[np.int64] = np.concatenate(offsets)[order]
 
     def _refuse_repetition(self) -> None:
         repeated = np.flatnonzero(self._keys[1:] == self._keys[:-1])
