@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from k3.kernels import Kernels, available_isas
+from k3.kernels import Kernels, Packed12Weight, available_isas, encode_panel, high_byte_table
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,6 +36,16 @@ def normal(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> F32:
 def to_bf16(x: F32) -> npt.NDArray[np.uint16]:
     """Bits of x cut to bfloat16."""
     return (np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def pack12(bits: npt.NDArray[np.uint16], table: npt.NDArray[np.uint8] | None = None) -> Packed12Weight:
+    """The 12-bit form of bfloat16 bits, 64-byte aligned."""
+    table = high_byte_table(bits) if table is None else table
+    panel = np.frombuffer(encode_panel(bits, table), np.uint8)
+    room = np.empty(len(panel) + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    room[start : start + len(panel)] = panel
+    return Packed12Weight(room[start : start + len(panel)], *bits.shape, table)
 
 
 def assert_same_bits(got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
@@ -176,3 +186,32 @@ def widen_mxfp4(packed: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) ->
     factor = np.where(scales == 255, np.nan, np.exp2(scales.astype(np.float64) - 127))
     with np.errstate(all="ignore"):
         return (CODES[codes] * np.repeat(factor, 32, axis=1)).astype(np.float32)
+
+
+def define_panel(bits: npt.NDArray[np.uint16], table: npt.NDArray[np.uint8]) -> bytes:
+    """A panel of 12-bit weights, block by block and byte by byte as `k3.kernels.packed12` describes it."""
+    code_of = {int(byte): code for code, byte in reversed(list(enumerate(table)))}
+    body, raw, numbers = bytearray(), bytearray(), bytearray()
+    blocks = bits.shape[1] // 32
+    for row, words in enumerate(bits.tolist()):
+        for first in range(0, blocks, 4):
+            unit = [words[32 * b : 32 * b + 32] for b in range(first, min(first + 4, blocks))]
+            for k, block in enumerate(unit):
+                if any(word >> 8 not in code_of for word in block):
+                    raw += np.array(block, "<u2").tobytes()
+                    numbers += (row * blocks + first + k).to_bytes(4, "little")
+            low = [[word & 255 for word in block] for block in unit]
+            code = [[code_of.get(word >> 8, 0) for word in block] for block in unit]
+            if len(unit) == 4:
+                pairs = [
+                    [(k + pair, e) for e0 in range(0, 32, 8) for k in (0, 1) for e in range(e0, e0 + 8)]
+                    for pair in (0, 2)
+                ]
+                for places in pairs:
+                    body += bytes(low[k][e] for k, e in places)
+                body += bytes(code[k][e] | code[m][f] << 4 for (k, e), (m, f) in zip(*pairs, strict=True))
+                continue
+            for block_low, block_code in zip(low, code, strict=True):
+                body += bytes(block_low)
+                body += bytes(block_code[i] | block_code[16 + i] << 4 for i in range(16))
+    return bytes(body + raw + numbers)

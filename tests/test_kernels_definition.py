@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kernel_helpers as define
-from k3.kernels import Bf16Weight, F32Weight, Kernels, Mxfp4Weight, widen_bf16
+from k3.kernels import Bf16Weight, F32Weight, Kernels, Mxfp4Weight, Weight, widen_bf16
 from kernel_helpers import ISAS, ONE, assert_same_bits, kernels, normal
 
 EPS = 1e-5
@@ -172,7 +172,10 @@ def test_mla_attention(
     wide = widen_bf16(bits)
     cache = normal(rng, start + rows + 3, latent + rope)
     expected = define.define_mla(ops, q, wide, cache, start, heads, nope, v_dim, 0.17)
-    for w in (F32Weight(wide), Bf16Weight(bits)):
+    weights: list[Weight] = [F32Weight(wide), Bf16Weight(bits)]
+    if latent % 32 == 0:
+        weights.append(define.pack12(bits))
+    for w in weights:
         assert_same_bits(ops.mla_attention(q, w, cache, start, heads, nope, v_dim, 0.17), expected)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from k3.kernels import Bf16Weight, F32Weight, Kernels, Mxfp4Weight, _native
-from kernel_helpers import ISAS, assert_same_bits, kernels, normal, to_bf16
+from k3.kernels import Bf16Weight, F32Weight, Kernels, Mxfp4Weight, Packed12Weight, _native
+from kernel_helpers import ISAS, assert_same_bits, kernels, normal, pack12, to_bf16
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,11 +51,14 @@ def _cases() -> list[Case]:
     experts = normal(rng, ROWS, 5, 544)
     kv_b = Bf16Weight(to_bf16(normal(rng, 6 * 44, 72)))
     kv_b32 = F32Weight(normal(rng, 6 * 44, 72))
+    packed12 = pack12(to_bf16(w))
+    kv_b12 = pack12(to_bf16(normal(rng, 6 * 44, 64)))
     cache = normal(rng, 50 + ROWS, 80)
     q = normal(rng, ROWS, 6 * 32)
 
-    def attend(weight: F32Weight | Bf16Weight) -> Callable[..., np.ndarray]:
-        return lambda k, r, out: k.mla_attention(r[0], weight, cache, 50, 6, 24, 20, 0.176, out=out)
+    def attend(weight: F32Weight | Bf16Weight | Packed12Weight) -> Callable[..., np.ndarray]:
+        rows = cache[:, : weight.cols + 8]
+        return lambda k, r, out: k.mla_attention(r[0], weight, rows, 50, 6, 24, 20, 0.176, out=out)
 
     return [
         Case("matmul_f32", [x], lambda k, r, out: k.matmul(r[0], F32Weight(w), out)),
@@ -63,6 +66,7 @@ def _cases() -> list[Case]:
         Case("matmul_bf16", [x], lambda k, r, out: k.matmul(r[0], Bf16Weight(to_bf16(w)), out)),
         Case("matmul_bf16_odd", [x[:, :535]], lambda k, r, out: k.matmul(r[0], Bf16Weight(to_bf16(odd)), out)),
         Case("matmul_mxfp4", [x], lambda k, r, out: k.matmul(r[0], fp4, out)),
+        Case("matmul_packed12", [x], lambda k, r, out: k.matmul(r[0], packed12, out)),
         Case("rms_norm", [x], lambda k, r, out: k.rms_norm(r[0], norm, 1e-5, out)),
         Case("residual_mix", [x, y, x + y], lambda k, r, out: k.residual_mix(r, norm, proj, 1e-5, out)),
         Case("situ", [wide, gate], lambda k, r, out: k.situ(r[0], r[1], 4.0, 25.0, out)),
@@ -88,6 +92,7 @@ def _cases() -> list[Case]:
         ),
         Case("mla_bf16", [q], attend(kv_b), sequence=True),
         Case("mla_f32", [q], attend(kv_b32), sequence=True),
+        Case("mla_packed12", [q], attend(kv_b12), sequence=True),
     ]
 
 

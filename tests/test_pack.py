@@ -333,6 +333,24 @@ def test_a_damaged_journal_is_read_up_to_the_damage(tmp_path, monkeypatch, compl
     assert contents(tmp_path / "trunk") == contents(complete)
 
 
+@pytest.mark.parametrize("missing", [1, 2, 200])
+def test_a_journal_whose_first_line_was_cut_off(tmp_path, monkeypatch, complete, missing):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1, KeyboardInterrupt())
+        with pytest.raises(InterruptedRunError):
+            pack(TINY_C, tmp_path / "trunk")
+    journal = tmp_path / "trunk.partial" / pack_journal.JOURNAL_FILE
+    os.truncate(journal, journal.stat().st_size - missing)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 20, KeyboardInterrupt())
+        with pytest.raises(InterruptedRunError):
+            pack(TINY_C, tmp_path / "trunk")
+    plans = []
+    pack(TINY_C, tmp_path / "trunk", plans)
+    assert plans[0].tensors_done > 5
+    assert contents(tmp_path / "trunk") == contents(complete)
+
+
 def test_data_shorter_than_the_journal_says(tmp_path, monkeypatch, complete):
     with monkeypatch.context() as patch:
         stop_after(patch, 20, KeyboardInterrupt())
@@ -414,6 +432,9 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, mon
     with pytest.raises(MachineError, match=r"needs about 0\.\d+ GB more, and 0\.000 GB are free"):
         pack(TINY_C, tmp_path / "trunk")
     assert (tmp_path / "trunk.partial" / "trunk.bin").stat().st_size == 0
+    monkeypatch.undo()
+    pack(TINY_C, tmp_path / "trunk", raw=True)
+    assert opened(TINY_C, tmp_path / "trunk").manifest.raw
 
 
 def test_a_complete_trunk_is_left_alone(tmp_path, complete, cli):

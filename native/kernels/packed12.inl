@@ -253,9 +253,9 @@ void decode12(const void* p, int64_t begin, int64_t end, float*) {
   unpack_rows(a.w, begin, end, a.bits + begin * a.w.cols);
 }
 
-// Codes of `count` weights and, for each block, whether all its high bytes are in the table.
-K3_INLINE void look_up(const uint16_t* bits, const uint8_t* table, int count, uint8_t* low, uint8_t* code,
-                       uint8_t* known) {
+// Low bytes and codes of `count` weights, and 255 for each whose high byte is in the table. Loops that vectorise.
+K3_INLINE void look_up(const uint16_t* __restrict__ bits, const uint8_t* __restrict__ table, int count,
+                       uint8_t* __restrict__ low, uint8_t* __restrict__ code, uint8_t* __restrict__ known) {
   uint8_t high[128];
   for (int i = 0; i < count; ++i) {
     low[i] = static_cast<uint8_t>(bits[i]);
@@ -266,17 +266,17 @@ K3_INLINE void look_up(const uint16_t* bits, const uint8_t* table, int count, ui
   for (int c = 15; c >= 0; --c) {
     const uint8_t value = table[c], here = static_cast<uint8_t>(c);
     for (int i = 0; i < count; ++i) {
-      const bool same = high[i] == value;
-      code[i] = same ? here : code[i];
-      known[i] = same ? uint8_t{1} : known[i];
+      const auto same = static_cast<uint8_t>(high[i] == value ? 255 : 0);
+      code[i] = static_cast<uint8_t>((code[i] & ~same) | (here & same));
+      known[i] |= same;
     }
   }
 }
 
 K3_INLINE uint8_t lacks_one(const uint8_t* known) {
-  uint8_t all = 1;
+  uint8_t all = 255;
   for (int i = 0; i < 32; ++i) all &= known[i];
-  return all ^ 1;
+  return all == 255 ? 0 : 1;
 }
 
 void encode_unit(const uint16_t* bits, const uint8_t* table, uint8_t* to, uint8_t* listed) {

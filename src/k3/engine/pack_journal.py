@@ -115,11 +115,12 @@ class Journal:
         """The durable tensors; what stands behind them in the journal is cut off."""
         with open(self._file, "rb", closefd=False) as file:
             first, *lines = file.read().split(b"\n")
-        if not lines:  # Not even the first line was finished.
+        is_same = _decoded(first, JournalHead) == head
+        if not lines or (not is_same and len(lines) < 2):  # Nothing is durable yet, so nothing is lost.
             os.ftruncate(self._file, 0)
             write_at(self._file, msgspec.json.encode(head) + b"\n", 0)
             return []
-        if _decoded(first, JournalHead) != head:
+        if not is_same:
             raise UsageError(
                 f"{directory} holds an unfinished trunk of another checkpoint, or of other options (--raw, --layers, "
                 "--config). Finish that one, or remove the directory and try again."

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from k3.kernels.ops import Kernels
+from k3.kernels.packed12 import BLOCK, LISTED_BLOCK_BYTES, PACKED_BLOCK_BYTES
 from k3.kernels.select import available_isas
-from k3.kernels.weights import MXFP4_GROUP, Bf16Weight, Mxfp4Weight, Weight
+from k3.kernels.weights import MXFP4_GROUP, Bf16Weight, Mxfp4Weight, Packed12Weight, Weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,8 @@ BF16_COLUMNS = 7168
 MXFP4_COLUMNS = 3584
 """Width of the latent: the columns of an expert's w1 and w3."""
 EXPERT_ROWS = 3072
+LISTED_PART = 0.005
+"""Blocks that bell-shaped weights keep raw in the 12-bit encoding."""
 _PATTERN = 1 << 20
 
 
@@ -73,9 +76,9 @@ class Report:
             f"{limits.threads} threads read {limits.bandwidth_of_threads / 1e9:.1f} GB/s "
             f"(buffer {limits.buffer_bytes / 2**20:.0f} MiB, medians of {self.repeats})"
         )
-        columns = f"{'product':<24}{'isa':>8}{'threads':>8}{'rows':>6}{'G/s':>8}{'GB/s':>8}"
+        columns = f"{'product':<28}{'isa':>8}{'threads':>8}{'rows':>6}{'G/s':>8}{'GB/s':>8}"
         rows = [
-            f"{m.name:<24}{m.isa:>8}{m.threads:>8}{m.rows:>6}{m.giga:>8.1f}{m.gigabytes:>8.1f}"
+            f"{m.name:<28}{m.isa:>8}{m.threads:>8}{m.rows:>6}{m.giga:>8.1f}{m.gigabytes:>8.1f}"
             f"{m.of_bandwidth:>14.2f}{m.of_peak:>9.2f}"
             for m in self.measurements
         ]
@@ -140,7 +143,7 @@ def measure(
     buffer_bytes: int = 1 << 30,
     repeats: int = 7,
 ) -> Report:
-    """Times products with bfloat16 and MXFP4 matrices, on one core and on all threads.
+    """Times products with bfloat16, 12-bit and MXFP4 matrices, on one core and on all threads.
 
     Args:
         isas: instruction sets to time on one core; None: all available but the portable one.
@@ -152,9 +155,10 @@ def measure(
     names = list(isas or available[1:] or available)
     best = Kernels(1, available[-1])
     parallel = Kernels(threads, available[-1])
-    buffer = huge_buffer(buffer_bytes)
-    products = [p for name in names for p in _products(Kernels(1, name), buffer)]
-    products += _products(parallel, buffer) if parallel.threads > 1 else []
+    everything = huge_buffer(buffer_bytes + buffer_bytes // 64)
+    buffer, packed = everything[:buffer_bytes], packed12_over(everything, buffer_bytes)
+    products = [p for name in names for p in _products(Kernels(1, name), buffer, packed)]
+    products += _products(parallel, buffer, packed) if parallel.threads > 1 else []
     seconds: list[list[float]] = [[] for _ in products]
     limits: list[Limits] = []
     for _ in range(repeats):
@@ -182,13 +186,30 @@ def _limits(best: Kernels, parallel: Kernels, buffer: npt.NDArray[np.uint8]) -> 
     )
 
 
-def _products(ops: Kernels, buffer: npt.NDArray[np.uint8]) -> list[_Product]:
+def packed12_over(buffer: npt.NDArray[np.uint8], body_bytes: int) -> Packed12Weight:
+    """A 12-bit matrix whose packed rows are the first bytes of a buffer, whatever they are.
+
+    Its listed blocks are written behind them: what follows `body_bytes` must have room for them.
+    """
+    row_blocks = BF16_COLUMNS // BLOCK
+    rows = body_bytes // (row_blocks * PACKED_BLOCK_BYTES)
+    blocks = rows * row_blocks
+    listed = np.flatnonzero(np.random.default_rng(0).random(blocks) < LISTED_PART)
+    start = blocks * PACKED_BLOCK_BYTES
+    end = start + len(listed) * LISTED_BLOCK_BYTES
+    buffer[end - 4 * len(listed) : end] = listed.astype("<u4").view(np.uint8)
+    high_bytes = np.concatenate([np.arange(0x38, 0x40), np.arange(0xB8, 0xC0)]).astype(np.uint8)
+    return Packed12Weight(buffer[:end], rows, BF16_COLUMNS, high_bytes)
+
+
+def _products(ops: Kernels, buffer: npt.NDArray[np.uint8], packed: Packed12Weight) -> list[_Product]:
     words = buffer[: buffer.nbytes // 2 * 2].view(np.uint16)
     trunk = Bf16Weight(words[: len(words) // BF16_COLUMNS * BF16_COLUMNS].reshape(-1, BF16_COLUMNS))
     expert = _mxfp4(buffer[: EXPERT_ROWS * MXFP4_COLUMNS // 2])
     experts = _mxfp4(buffer)
     return [
-        _Product("bf16, in memory", ops, trunk, 1, 1),
+        *(_Product("bf16, in memory", ops, trunk, rows, 1) for rows in (1, 8)),
+        *(_Product("bf16 in 12 bits, in memory", ops, packed, rows, 1) for rows in (1, 8)),
         *(_Product("mxfp4, one expert", ops, expert, rows, 8) for rows in (1, 2, 4, 8, 32)),
         *(_Product("mxfp4, in memory", ops, experts, rows, 1) for rows in (1, 8)),
     ]
