@@ -47,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
             threads = arguments.threads or min(4, len(os.sched_getaffinity(0)))
             _print(terminal, check_bytes(structure, threads, progress.checking).lines())
         if arguments.golden:
-            check_golden(terminal, lambda ids: _logits(arguments.model, ids, progress))
+            check_golden(terminal, lambda ids: _logits(arguments, ids, progress))
     return 0
 
 
@@ -83,10 +83,16 @@ def golden_lines(comparison: Comparison) -> Iterator[str]:
         )
 
 
-def _logits(model_dir: str, ids: list[int], progress: Progress) -> F32Array:
+def _logits(arguments: argparse.Namespace, ids: list[int], progress: Progress) -> F32Array:
     from k3.api import load
 
-    with load(model_dir, context=len(ids) + 1, with_tokenizer=False, events=progress.events()) as model:
+    with load(
+        arguments.model,
+        extra_dirs=arguments.extra_dir,
+        context=len(ids) + 1,
+        with_tokenizer=False,
+        events=progress.events(),
+    ) as model:
         progress.note(f"one pass over {len(ids)} positions")
         return model.logits(ids)
 
