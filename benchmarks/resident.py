@@ -19,18 +19,18 @@ from k3.kernels.bench import huge_buffer
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--trunk", type=Path, help="a packed trunk")
     parser.add_argument("--tokens", type=int, default=15)
     parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
     buffer = huge_buffer(1 << 30)
-    with k3.load(arguments.model, context=256, threads=arguments.threads) as model:
-        if not (model.plan.trunk_resident and model.plan.experts_resident):
+    with k3.load(arguments.model, trunk=arguments.trunk, context=256, threads=arguments.threads) as model:
+        engine, config, plan = model.engine, model.config, model.plan
+        if plan.ring_bytes or plan.expert_slots < len(config.moe_layers) * config.num_experts:
             raise SystemExit("the weights do not fit in memory")
-        engine, config = model.engine, model.config
         experts = len(config.moe_layers) * config.num_experts_per_token
-        layout_bytes = model.plan.items["trunk and head"]
-        expert_bytes = model.plan.items["experts"] // (len(config.moe_layers) * config.num_experts)
-        token_bytes = layout_bytes + experts * expert_bytes
+        expert_bytes = plan.items["experts kept"] // plan.expert_slots
+        token_bytes = sum(block.nbytes for block in plan.pinned) + experts * expert_bytes
         sequence = engine.new_sequence()
         engine.step([(sequence, [1])])
         seconds, floors = [], []

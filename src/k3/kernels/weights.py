@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,10 @@ F32Array: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class F32Weight:
-    """A float32 matrix; `data` is float32 [rows, cols], C-contiguous."""
+class _DenseWeight:
+    """A matrix [rows, cols] with one number an element, C-contiguous."""
 
-    data: F32Array
+    data: npt.NDArray[Any]
 
     @property
     def rows(self) -> int:
@@ -34,22 +34,17 @@ class F32Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Bf16Weight:
-    """A bfloat16 matrix; `data` holds the raw bits as uint16 [rows, cols], C-contiguous."""
+class F32Weight(_DenseWeight):
+    """A float32 matrix."""
+
+    data: F32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16Weight(_DenseWeight):
+    """A bfloat16 matrix as its raw bits, uint16."""
 
     data: npt.NDArray[np.uint16]
-
-    @property
-    def rows(self) -> int:
-        return int(self.data.shape[0])
-
-    @property
-    def cols(self) -> int:
-        return int(self.data.shape[1])
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
 
 
 @dataclass(frozen=True, slots=True)
