@@ -25,8 +25,8 @@ VALID = {
 }
 LATER = [
     *(f"--{name}=1" for name in ("speculate", "save-state", "load-state", "min-p", "repetition-penalty", "logit-bias")),
-    *(f"--{name}=1" for name in ("presence-penalty", "frequency-penalty", "json-schema", "regex", "plot")),
-    *("--dump-cache-trace=1", "--messages=1"),
+    *(f"--{name}=1" for name in ("presence-penalty", "frequency-penalty", "json-schema", "regex")),
+    "--messages=1",
 ]
 
 

@@ -39,6 +39,8 @@ class Model:
         self.engine: Engine = loaded.engine
         self.config: ModelConfig = loaded.config
         self.plan: MemoryPlan = loaded.plan
+        self.synthetic: bool = loaded.synthetic
+        """Whether the checkpoint's index says that its weights are made up."""
         self._reader = loaded.reader
         self._tokenizer = tokenizer
         self._report: RunReport | None = None

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from k3.cli.plot import picture_file
 from k3.errors import UsageError
 
 
@@ -125,6 +126,12 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--out", metavar="FILE.json", type=Path, help="write ids, text, costs and hash of the run")
     group.add_argument(
         "--dump-logits", metavar="PATH", type=Path, help="write the last prompt position's logits, float32"
+    )
+    group.add_argument(
+        "--dump-cache-trace", metavar="DIR", type=Path, help="write which experts the run chose, for `k3 trace replay`"
+    )
+    group.add_argument(
+        "--plot", metavar="FILE.png", type=picture_file, help="draw bytes, time, hits and memory (png, svg, pdf)"
     )
     talk = group.add_mutually_exclusive_group()
     talk.add_argument("--verbose", action="store_true", help="a line a token")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 from k3.cli.terminal import Terminal
 from k3.engine.loading import LoadEvents
 from k3.engine.plan import MemoryPlan
-from k3.engine.report import RunReport, StepReport, peak_rss_bytes
+from k3.engine.report import RunReport, StepReport, Totals
 
 _SECONDS_BETWEEN_LINES = 10
 _SECONDS_BETWEEN_STATUSES = 0.1
@@ -19,7 +20,8 @@ class Progress:
 
     def __init__(self, terminal: Terminal, *, verbose: bool) -> None:
         self._terminal = terminal
-        self._line_a_token = verbose or not terminal.interactive
+        self._verbose = verbose
+        self._text_begun = False
         self._tokens = 0
         self._work = _Work("")
 
@@ -63,7 +65,7 @@ class Progress:
 
     def prompt(self, done: int, total: int) -> None:
         """Prompt rows processed and in all."""
-        if done < total:
+        if done < total and not self._would_break_text:
             self._advance("prompt", done, total, lambda rows: f"{rows:.4g} rows")
 
     def expect(self, tokens: int, room: int) -> None:
@@ -74,6 +76,9 @@ class Progress:
 
     def token(self, step: StepReport) -> None:
         """One more token is there."""
+        self._text_begun = True
+        if self._would_break_text:
+            return
         seconds = max(step.seconds, 1e-9)
         parts = [
             f"token {step.token} of {self._tokens}",
@@ -84,27 +89,31 @@ class Progress:
         if step.expert_requests:
             parts.append(f"{100 * step.expert_resident_hits / step.expert_requests:.0f} % of experts resident")
         text = ", ".join(parts)
-        if self._line_a_token:
-            self._terminal.line(text)
-        else:
+        if self._terminal.interactive and not self._verbose:
             self._terminal.status(text)
+        else:
+            self._terminal.line(text)
 
-    def report(self, report: RunReport, plan: MemoryPlan) -> None:
-        """The figures of a finished run."""
-        count = len(report.generated_ids)
-        read = sum(step.bytes_read.total for step in report.steps)
-        parts = [
-            f"{count} token{'' if count == 1 else 's'}",
-            f"{report.steps[0].seconds:.3f} s for the prompt and the first token",
-            f"{size(read)} read",
-            f"peak memory {size(peak_rss_bytes())} of {size(plan.total_bytes)} planned",
-            f"ended by {report.finish_reason}",
-        ]
-        if count > 1:
-            parts.insert(2, f"{report.seconds_per_token:.3f} s for each further one")
-        if report.seed is not None:
-            parts.append(f"seed {report.seed}")
-        self.note(", ".join(parts))
+    @property
+    def _would_break_text(self) -> bool:
+        return self._text_begun and self._terminal.mixed and not self._verbose
+
+    def report(self, report: RunReport, plan: MemoryPlan, *, direct: bool, synthetic: bool) -> None:
+        """The figures of a finished run; `direct` where all large reads went past the page cache."""
+        if synthetic:
+            self.note("synthetic checkpoint: its weights are made up, and so are the text and which experts it takes")
+        totals = report.totals
+        self.note(_bytes_line(totals))
+        if totals.resident_hit_rate is not None:
+            share = f"{100 * totals.resident_hit_rate:.1f} % of {totals.expert_requests} requests"
+            self.note(f"experts: {share} found theirs in memory")
+        self.note(_time_line(totals))
+        if totals.drive.gb_per_second is not None and totals.drive_busy_share is not None:
+            through = "" if direct else ", some or all of it from the page cache"
+            busy = f"busy {100 * totals.drive_busy_share:.0f} % of the time"
+            self.note(f"drive: {busy}, {totals.drive.gb_per_second:.3g} GB/s while busy{through}")
+        self.note(_memory_line(report, plan))
+        self.note(_summary(report))
 
     def _advance(self, what: str, done: int, total: int, unit: Callable[[float], str]) -> None:
         if self._work.what != what:
@@ -119,6 +128,40 @@ class Progress:
             self._terminal.status(text)
         else:
             self._terminal.line(text)
+
+
+def _bytes_line(totals: Totals) -> str:
+    classes = [f"{name} {size(nbytes)}" for name, nbytes in asdict(totals.bytes_read).items() if nbytes]
+    padding = f", and {size(totals.padding_bytes)} more by alignment" if totals.padding_bytes else ""
+    return f"read: {size(totals.bytes_read.total)} ({', '.join(classes)}){padding}"
+
+
+def _time_line(totals: Totals) -> str:
+    phases = totals.phases
+    return (
+        f"time: {totals.seconds:.3f} s ({phases.waiting_for_trunk:.3f} s waiting for the trunk, "
+        f"{phases.waiting_for_experts:.3f} s waiting for experts, {phases.computing:.3f} s computing)"
+    )
+
+
+def _memory_line(report: RunReport, plan: MemoryPlan) -> str:
+    peak = report.peak_rss_bytes or 0
+    above = ". More than planned is a bug, please report it" if peak > plan.total_bytes else ""
+    return f"memory: peak {size(peak)} of {size(plan.total_bytes)} planned{above}"
+
+
+def _summary(report: RunReport) -> str:
+    count = len(report.generated_ids)
+    parts = [
+        f"{count} token{'' if count == 1 else 's'}",
+        f"{report.steps[0].seconds:.3f} s for the prompt and the first token",
+        f"ended by {report.finish_reason}",
+    ]
+    if count > 1:
+        parts.insert(2, f"{report.seconds_per_token:.3f} s for each further one")
+    if report.seed is not None:
+        parts.append(f"seed {report.seed}")
+    return ", ".join(parts)
 
 
 class _Work:

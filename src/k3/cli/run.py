@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from k3 import __version__
 from k3.cli import options
 from k3.cli.files import require_writable, write_bytes, write_json
 from k3.cli.inputs import given_ids, load_model
+from k3.cli.plot import require_matplotlib
 from k3.cli.terminal import Terminal
 from k3.errors import InterruptedRunError, InvalidGenerationError
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from k3.api import Model
     from k3.cli.progress import Progress
     from k3.engine.generation import Generation, GenerationParams
+    from k3.storage.trace import TraceRecorder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,16 +33,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from k3.cli.progress import Progress
 
-    require_writable(out=arguments.out, dump_logits=arguments.dump_logits)
+    if arguments.plot is not None:
+        require_matplotlib("--out")
+    require_writable(out=arguments.out, dump_logits=arguments.dump_logits, plot=arguments.plot)
     params = _params(arguments)
-    with Terminal(quiet=arguments.quiet) as terminal:
+    with _recording(arguments) as recorder, Terminal(quiet=arguments.quiet) as terminal:
         progress = Progress(terminal, verbose=arguments.verbose)
         with load_model(arguments, progress, needs_text=bool(params.stop)) as model:
+            if recorder is not None:
+                model.engine.record_routing(recorder)
             generation = _start(arguments, model, params, progress)
             _print(generation, terminal, progress, as_ids=not isinstance(arguments.given, str))
-            progress.report(generation.report, model.plan)
+            progress.report(generation.report, model.plan, direct=model.direct_io, synthetic=model.synthetic)
             _write(arguments, model, generation)
     return 0
+
+
+def _recording(arguments: argparse.Namespace) -> AbstractContextManager[TraceRecorder | None]:
+    """The recorder of the routing trace, where one is asked for; opened before the model is loaded."""
+    if arguments.dump_cache_trace is None:
+        return nullcontext()
+
+    from k3.api import model_path
+    from k3.engine.loading import read_config
+    from k3.engine.tracing import recording
+
+    config = read_config(model_path(arguments.model), arguments.config)
+    return recording(arguments.dump_cache_trace, config.num_experts)
 
 
 def _params(arguments: argparse.Namespace) -> GenerationParams:
@@ -94,21 +114,34 @@ def _write(arguments: argparse.Namespace, model: Model, generation: Generation) 
         write_bytes(arguments.dump_logits, generation.prompt_logits.astype("<f4").tobytes())
     if arguments.out is not None:
         write_json(arguments.out, run_record(model, generation))
+    if arguments.plot is not None:
+        from k3.cli.run_plot import draw_run
+
+        report = generation.report
+        made_up = " (synthetic checkpoint)" if model.synthetic else ""
+        lengths = f"prompt of {len(report.prompt_ids)} and {len(report.generated_ids)} generated tokens"
+        title = f"{model.path.resolve().name}{made_up}: {lengths}"
+        write_bytes(arguments.plot, draw_run(report, model.plan.total_bytes, title, arguments.plot.suffix[1:]))
 
 
 def run_record(model: Model, generation: Generation) -> dict[str, Any]:
     """The content of `--out`."""
-    from k3.engine.report import peak_rss_bytes
-
     return {
         "k3_version": __version__,
-        "model": str(model.path),
+        "model": _name(model),
+        "synthetic": model.synthetic,
         **generation.report.as_dict(),
         "speculation": {"width": 0, "drafted": 0, "accepted": 0, "steps": 0},
         "plan": {"items": model.plan.items, "total_bytes": model.plan.total_bytes},
-        "peak_rss_bytes": peak_rss_bytes(),
         "threads": model.engine.ops.threads,
         "chunk": model.plan.chunk,
         "isa": model.engine.ops.isa,
         "direct_io": model.direct_io,
     }
+
+
+def _name(model: Model) -> str:
+    """The checkpoint's directory; the embedded model has its word."""
+    from k3.api import DEMO, model_path
+
+    return DEMO if model.path == model_path(DEMO) else str(model.path)

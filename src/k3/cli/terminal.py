@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import sys
 import unicodedata
 from types import TracebackType
@@ -39,6 +40,8 @@ class Terminal:
         self.interactive = _obeys_controls(self._err)
         self._out_is_screen = self._out.isatty()
         self._shared = (self.interactive and self._out_is_screen) or _same_file(self._out, self._err)
+        self.mixed = _mixed(self._out, self._err)
+        """Whether messages between pieces of text would break it, since both go one way that keeps no places."""
         self._column = 0
         self._line_open = False
         self._showing = False
@@ -125,6 +128,20 @@ def json_text(content: object) -> str:
 
 def _obeys_controls(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _mixed(out: TextIO, err: TextIO) -> bool:
+    """Both in one file or pipe, or on a terminal without controls; or what reads a pipe may share stderr's terminal."""
+    if err.isatty() and not out.isatty():
+        return _is_pipe(out)
+    return not _obeys_controls(err) and _same_file(out, err)
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except OSError:
+        return False
 
 
 def _same_file(a: TextIO, b: TextIO) -> bool:

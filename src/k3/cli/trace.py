@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from k3.cli import options
 from k3.cli.files import require_writable, write_bytes
-from k3.errors import UsageError
+from k3.cli.plot import picture_file, require_matplotlib
 
 if TYPE_CHECKING:
     from k3.storage.trace import Trace
@@ -21,7 +21,6 @@ _SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 26, 28, 32, 36, 40, 48, 64)
 _EXPERT_BYTES = 17_547_264
 _TOP_K = 16
 _EXPERTS = 896
-_PLOTS = (".png", ".svg", ".pdf")
 _NOTE = (
     "hits: requests that find their expert in memory, the first token's included; GB: read from the drive a token.\n"
     "pins: the experts chosen most in the first half of the tokens, counted in the second half.\n"
@@ -69,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again.add_argument(
         "--experts", metavar="N", type=options.positive, default=_EXPERTS, help="experts of a layer (default: 896)"
     )
-    again.add_argument("--plot", metavar="FILE.png", type=_plot_file, help="draw the hits (png, svg, pdf)")
+    again.add_argument("--plot", metavar="FILE.png", type=picture_file, help="draw the hits (png, svg, pdf)")
     again.add_argument("--json", action="store_true", help="print one JSON object")
     again.add_argument("--debug", action="store_true", help="show where an error comes from")
 
@@ -78,7 +77,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from k3.storage.trace import Trace
 
     if arguments.plot is not None:
-        _require_matplotlib()
+        require_matplotlib("--json")
         require_writable(plot=arguments.plot)
     trace = Trace.read(arguments.file, arguments.top_k, arguments.experts, arguments.tokens)
     rows = [_row(trace, gb, arguments.expert_bytes) for gb in sorted(set(arguments.sizes))]
@@ -147,23 +146,6 @@ def _plot(rows: list[Row], kind: str) -> bytes:
     image = io.BytesIO()
     figure.savefig(image, format=kind, dpi=150)
     return image.getvalue()
-
-
-def _require_matplotlib() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "--plot needs the library matplotlib, which is not installed. Install it (`pip install 'k3[plot]'`), or "
-            "take the figures from --json."
-        )
-
-
-def _plot_file(value: str) -> Path:
-    path = Path(value)
-    if path.suffix not in _PLOTS:
-        raise argparse.ArgumentTypeError(f"expected a file name that ends in {', '.join(_PLOTS)}, found {value!r}")
-    return path
 
 
 def _sizes(value: str) -> list[float]:

@@ -10,11 +10,13 @@ import numpy as np
 
 from k3.engine.costs import Costs
 from k3.engine.sequence import Sequence
+from k3.engine.tracing import RecordedExperts
 from k3.errors import K3Error, NonFiniteError, UsageError
 from k3.kernels import F32Array, Kernels
 from k3.model.batch import Batch, Part
 from k3.model.transformer import Transformer
 from k3.model.weights import ExpertSource
+from k3.storage.trace import TraceRecorder
 
 StepInput: TypeAlias = tuple[Sequence, SequenceOf[int]]
 StepResult: TypeAlias = F32Array | K3Error
@@ -36,13 +38,19 @@ class Engine:
         self.config = transformer.config
         self.context = context
         self.costs = costs
-        """Totals of bytes read and experts asked for since the engine was loaded."""
+        """Totals of what the steps cost since the engine was loaded."""
         self._transformer = transformer
         self._experts = experts
+        self._recorder: TraceRecorder | None = None
 
     def new_sequence(self) -> Sequence:
         """A sequence that has seen nothing."""
         return Sequence(self.config, len(self._transformer), self.context)
+
+    def record_routing(self, recorder: TraceRecorder) -> None:
+        """Note the experts of every step from now on; one in which a sequence failed is left out."""
+        self._recorder = recorder
+        self._experts = RecordedExperts(self._experts, recorder)
 
     def step(self, batch: SequenceOf[StepInput], logits: LogitRows = "last") -> list[StepResult]:
         """Run the given ids of each sequence, together, through all layers.
@@ -59,6 +67,8 @@ class Engine:
         ids = np.array([token for _, tokens in batch for token in tokens], np.int64)
         try:
             results = self._run(parts, ids, logits)
+            if self._recorder is not None and not any(isinstance(result, K3Error) for result in results):
+                self._recorder.end_step()
         except BaseException as error:
             for sequence, _ in batch:
                 sequence.fail(error)

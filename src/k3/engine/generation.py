@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 
 from k3.engine.engine import Engine
-from k3.engine.report import RunReport, StepReport
+from k3.engine.report import RunReport, StepReport, peak_rss_bytes, rss_bytes
 from k3.engine.sampling import Sampler, SamplingParams, log_probabilities
 from k3.engine.sequence import Sequence
 from k3.errors import K3Error, UsageError
@@ -124,17 +124,11 @@ class Generation:
                 del sequence  # The plan has room for the states of one.
                 sequence, pending = self._engine.new_sequence(), ids
             token = self._advance(sequence, pending, position=len(ids))
-            spent = self._engine.costs() - before
-            self.report.steps.append(
-                StepReport(
-                    len(self.report.generated_ids),
-                    time.perf_counter() - began,
-                    spent.bytes_read,
-                    spent.expert_requests,
-                    spent.expert_resident_hits,
-                    spent.padding_bytes,
-                )
-            )
+            spent, seconds = self._engine.costs() - before, time.perf_counter() - began
+            number = len(self.report.generated_ids)
+            self.report.steps.append(StepReport.of(number, seconds, spent, rss_bytes()))
+            if self.report.finish_reason is not None:
+                self.report.peak_rss_bytes = peak_rss_bytes()
             ids = [*ids, token.id]
             pending = [token.id]
             yield token

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 from k3.checkpoint.config import ModelConfig
-from k3.checkpoint.index import TensorIndex
+from k3.checkpoint.index import SYNTHETIC_MARK, TensorIndex
 from k3.checkpoint.layout import Layout, bind, count_layers, wanted_tensors
 from k3.checkpoint.specs import EMBEDDING, HEAD
 from k3.engine.costs import Costs
@@ -56,12 +56,13 @@ class LoadEvents:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine and what it was made from; close `reader` when done."""
+    """An engine and what it was made from; close `reader` when done. `synthetic` weights are made up."""
 
     engine: Engine
     config: ModelConfig
     plan: MemoryPlan
     reader: Reader
+    synthetic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Bound:
     layout: Layout
     layers: int
     matrices: dict[str, TrunkMatrix]
+    synthetic: bool
 
     @property
     def needs(self) -> Needs:
@@ -100,10 +102,11 @@ def bind_checkpoint(model_dir: Path, options: LoadOptions) -> Bound:
     layers = count_layers(config, options.layers)
     index = TensorIndex.open(model_dir, wanted_tensors(config, layers), extra_dirs=options.extra_dirs)
     layout = bind(index, config, layers)
+    synthetic = index.metadata.get(SYNTHETIC_MARK) is True
     if options.trunk is None:
-        return Bound(config, layout, layers, plain_matrices(layout))
+        return Bound(config, layout, layers, plain_matrices(layout), synthetic)
     trunk = open_trunk(options.trunk, model_dir, layout, options.config)
-    return Bound(config, layout, layers, packed_matrices(trunk))
+    return Bound(config, layout, layers, packed_matrices(trunk), synthetic)
 
 
 def load_engine(model_dir: Path, options: LoadOptions, events: LoadEvents) -> LoadedEngine:
@@ -122,7 +125,8 @@ def load_engine(model_dir: Path, options: LoadOptions, events: LoadEvents) -> Lo
     try:
         stored = [matrix.stored for matrix in bound.matrices.values()]
         stream = WeightStream(reader, stored, plan.pinned, plan.ring_bytes, events.on_bytes)
-        transformer = Transformer(bound.config, Trunk(bound.layout, bound.matrices, stream, reader), bound.layers)
+        trunk = Trunk(bound.layout, bound.matrices, stream, reader)
+        transformer = Transformer(bound.config, trunk, bound.layers)
         cache = _expert_cache(bound, plan, reader, events.on_bytes)
         experts: ExpertSource = RoutedExperts(cache)
     except BaseException:
@@ -131,9 +135,19 @@ def load_engine(model_dir: Path, options: LoadOptions, events: LoadEvents) -> Lo
 
     def costs() -> Costs:
         counts = cache.counts
-        return Costs(reader.bytes_read(), reader.padding_bytes(), counts.requests, counts.resident_hits)
+        return Costs(
+            reader.bytes_read(),
+            reader.padding_bytes(),
+            counts.requests,
+            counts.resident_hits,
+            trunk.wait_seconds,
+            cache.wait_seconds,
+            reader.delivered_bytes(),
+            reader.busy_seconds(),
+        )
 
-    return LoadedEngine(Engine(ops, transformer, experts, plan.context, costs), bound.config, plan, reader)
+    engine = Engine(ops, transformer, experts, plan.context, costs)
+    return LoadedEngine(engine, bound.config, plan, reader, bound.synthetic)
 
 
 def read_config(model_dir: Path, config: Path | None = None) -> ModelConfig:

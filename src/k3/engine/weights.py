@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -51,6 +52,12 @@ class Trunk:
         self._matrices = matrices
         self._stream = stream
         self._reader = reader
+        self._embedding_seconds = 0.0
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds so far in which steps had to wait for matrices and embedding rows."""
+        return self._stream.wait_seconds + self._embedding_seconds
 
     def vector(self, layer: int | None, name: str) -> F32Array:
         entry = (self._layout.top if layer is None else self._layout.layers[layer].tensors)[name]
@@ -68,7 +75,10 @@ class Trunk:
     def embed(self, ids: npt.NDArray[np.int64]) -> F32Array:
         entry = self._layout.top[EMBEDDING]
         row = entry.nbytes // entry.shape[0]
-        return np.stack([self._widened(entry, entry.offset + int(i) * row, row, ByteClass.EMBEDDING) for i in ids])
+        began = time.perf_counter()
+        rows = [self._widened(entry, entry.offset + int(i) * row, row, ByteClass.EMBEDDING) for i in ids]
+        self._embedding_seconds += time.perf_counter() - began
+        return np.stack(rows)
 
     def _widened(self, entry: TensorEntry, offset: int, nbytes: int, kind: ByteClass) -> F32Array:
         raw = np.empty(nbytes, np.uint8)

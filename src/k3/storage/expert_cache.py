@@ -13,6 +13,7 @@ expert once.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -82,6 +83,8 @@ class ExpertCache:
         self._free = self._buffers[:]
         self._resident: dict[Key, _Buffer] = {}
         self._visit: _Visit | None = None
+        self.wait_seconds = 0.0
+        """Seconds in which visits had to wait for experts."""
 
     @property
     def counts(self) -> ExpertCounts:
@@ -150,7 +153,9 @@ class ExpertCache:
                 self._drop(key)
                 self._submit(visit)
         while visit.arriving:
+            began = time.perf_counter()
             key, buffer = self._next_arrival(visit)
+            self.wait_seconds += time.perf_counter() - began
             found = self._collect(key, buffer)
             yield found
             self._check(visit)

@@ -141,6 +141,7 @@ class Reader:
         self._files = _Files(direct)
         self._counts = dict.fromkeys(ByteClass, 0)
         self._padding = 0
+        self._delivered = 0
         self._waiting: list[tuple[bool, int, Read]] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -155,7 +156,7 @@ class Reader:
 
     @property
     def direct(self) -> bool:
-        """Whether every read so far that should go past the page cache did."""
+        """Whether every byte of the submitted reads so far came past the page cache."""
         return self._files.direct
 
     def submit(self, path: Path, offset: int, nbytes: int, buffer: RawBytes, kind: ByteClass, *, demand: bool) -> Read:
@@ -202,6 +203,11 @@ class Reader:
         with self._lock:
             return self._padding
 
+    def delivered_bytes(self) -> int:
+        """What submitted reads have brought so far, counted or not, in whole pages."""
+        with self._lock:
+            return self._delivered
+
     def busy_seconds(self) -> float:
         """Seconds in which at least one submitted read was under way."""
         with self._lock:
@@ -230,6 +236,7 @@ class Reader:
                 _, _, read = heapq.heappop(self._waiting)
             error = self._perform(read)
             with self._lock:
+                self._delivered += read.span if error is None else 0
                 self._in_flight -= 1
                 if not self._in_flight:
                     self._busy_seconds += time.perf_counter() - self._busy_since
@@ -248,6 +255,7 @@ class Reader:
         def attempt() -> None:
             done = self._fill_direct(read.path, first, out)
             if done < needed:
+                self._files.direct = False
                 _fill(self._files.cached(read.path), first + done, out[done:needed])
 
         return _try_twice(attempt, read.path, read.offset, read.nbytes)
@@ -305,7 +313,6 @@ class _Files:
             if descriptor is not None:
                 self._retired.append(descriptor)  # Another thread may still be using it.
             self._direct[path] = None
-            self.direct = False
 
     def close(self) -> None:
         with self._lock:
@@ -321,7 +328,6 @@ class _Files:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self.direct = False
             return None
 
 

@@ -8,6 +8,7 @@ the arithmetic works on this one, and when a walk ends the next one's first bloc
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,8 @@ class WeightStream:
         self._queue: deque[tuple[StoredBlock, Read]] = deque()
         self._ring = _Ring(ring_bytes if order else 0)
         self._in_use = False
+        self.wait_seconds = 0.0
+        """Seconds in which walks had to wait for bytes."""
 
     def begin(self, *, head: bool) -> None:
         """Begin a walk; without `head` it ends before the head's blocks."""
@@ -138,10 +141,17 @@ class WeightStream:
             self._next = next(i for i, (other, _) in enumerate(self._order) if other is block)
             self._fill()
         read = self._queue[0][1]
-        data = read.wait()
+        data = self._wait(read)
         self._reader.count(read)
         self._in_use = True
         return data
+
+    def _wait(self, read: Read) -> RawBytes:
+        began = time.perf_counter()
+        try:
+            return read.wait()
+        finally:
+            self.wait_seconds += time.perf_counter() - began
 
     def _release(self) -> None:
         if self._in_use:
@@ -157,7 +167,7 @@ class WeightStream:
         """Free the oldest block's place in the ring, once nothing writes to it any more."""
         _, read = self._queue.popleft()
         with contextlib.suppress(ReadError):
-            read.wait()  # Nobody wanted the bytes of a failed read; who does reads them again.
+            self._wait(read)  # Nobody wanted the bytes of a failed read; who does reads them again.
         self._ring.free_oldest()
 
     def _fill(self) -> None:
