@@ -1,8 +1,9 @@
 """Whether the drive ever waits: `python benchmarks/drive.py MODEL [--trunk DIR]`.
 
 With nothing kept in memory, decoding reads every byte of the trunk and of its experts. Its rate is compared with that
-of a bare reader that takes the same files at the best number of reads in flight and does nothing with them. The two
-alternate; the medians of the pairwise ratios count. `k3 synth wide DIR` writes a checkpoint for it.
+of a bare reader that takes the same ranges of the same files, in the same order, at the best number of reads in flight,
+and does nothing with them. The two alternate; the medians of the pairwise ratios count. `k3 synth wide DIR` writes a
+checkpoint for it.
 """
 
 from __future__ import annotations
@@ -10,34 +11,59 @@ from __future__ import annotations
 import argparse
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from statistics import median
 
 import k3
+from k3.checkpoint.layout import ExpertTable
+from k3.engine.loading import Bound, LoadOptions, bind_checkpoint
 from k3.storage.arena import Arena
-from k3.storage.reader import ByteClass, Read, Reader
+from k3.storage.reader import PAGE, ByteClass, Read, Reader, aligned_span
 
-BLOCK = 8 << 20
+Range = tuple[Path, int, int]
 
 
-def bare_rate(paths: list[Path], depth: int, seconds: float) -> float:
-    """Bytes per second of whole files read in blocks, `depth` reads in flight."""
+def token_ranges(bound: Bound, draw: Random) -> Iterator[Range]:
+    """What a token reads: the blocks of the walk, and of each MoE layer as many experts as a token has, drawn anew."""
+    experts = {
+        layer: draw.sample(range(len(table)), bound.config.num_experts_per_token) for layer, table in tables(bound)
+    }
+    for layer, table in tables(bound):
+        for expert in experts[layer]:
+            record = table.record(expert)
+            assert record is not None
+            yield record.path, record.offset, record.nbytes
+    for matrix in bound.matrices.values():
+        for block in matrix.stored.blocks:
+            yield block.path, block.offset, block.nbytes
+
+
+def tables(bound: Bound) -> list[tuple[int, ExpertTable]]:
+    return list(bound.layout.experts.items())
+
+
+def bare_rate(bound: Bound, depth: int, seconds: float) -> float:
+    """Bytes per second of whole tokens' ranges, `depth` reads in flight; pages that alignment adds are counted."""
     reader = Reader(threads=depth)
-    arena = Arena((depth + 1) * BLOCK)
-    free = deque(arena.take(BLOCK) for _ in range(depth + 1))
+    largest = max(aligned_span(offset, nbytes) for _, offset, nbytes in token_ranges(bound, Random(0)))
+    room = -(-largest // PAGE) * PAGE + PAGE
+    arena = Arena((depth + 1) * room)
+    free = deque(arena.take(room) for _ in range(depth + 1))
     flying: deque[Read] = deque()
-    blocks = [(path, start) for path in paths for start in range(0, path.stat().st_size - BLOCK, BLOCK)]
-    began, done = time.perf_counter(), 0
+    draw, done, began = Random(1), 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
-        for path, start in blocks:
+        for path, offset, nbytes in token_ranges(bound, draw):
             if not free:
                 read = flying.popleft()
-                done += read.wait().size
+                read.wait()
+                done += read.span
                 free.append(read.buffer)
-            flying.append(reader.submit(path, start, BLOCK, free.popleft(), ByteClass.TRUNK, demand=False))
-            if time.perf_counter() - began >= seconds:
-                break
-    done += sum(read.wait().size for read in flying)
+            flying.append(reader.submit(path, offset, nbytes, free.popleft(), ByteClass.TRUNK, demand=False))
+    for read in flying:
+        read.wait()
+        done += read.span
     spent = time.perf_counter() - began
     if not reader.direct:
         raise SystemExit("the file system refuses direct reads: this would measure memory")
@@ -64,8 +90,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10.0)
     arguments = parser.parse_args()
-    paths = sorted(arguments.model.glob("*.safetensors")) + sorted((arguments.trunk or arguments.model).glob("*.bin"))
-    rates = {depth: bare_rate(paths, depth, arguments.seconds / 3) for depth in (1, 2, 4, 8, 16, 32)}
+    bound = bind_checkpoint(arguments.model, LoadOptions(trunk=arguments.trunk))
+    rates = {depth: bare_rate(bound, depth, arguments.seconds / 2) for depth in (1, 2, 4, 8, 16, 32)}
     print("bare reader:", ", ".join(f"{depth} in flight {rate / 1e9:.2f} GB/s" for depth, rate in rates.items()))
     best = max(rates, key=lambda depth: rates[depth])
     with k3.load(arguments.model, trunk=arguments.trunk, trunk_gb=0, cache_gb=0, context=512, chunk=1) as model:
@@ -74,7 +100,7 @@ def main() -> None:
         pairs = []
         for _ in range(arguments.pairs):
             engine, per_token, nbytes = engine_rate(model, sequence, arguments.seconds)
-            bare = bare_rate(paths, best, arguments.seconds)
+            bare = bare_rate(bound, best, arguments.seconds)
             pairs.append((engine / bare, per_token / (nbytes / bare)))
             print(
                 f"engine {engine / 1e9:.2f} GB/s, {per_token:.3f} s a token of {nbytes / 1e9:.2f} GB; "
