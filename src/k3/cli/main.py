@@ -34,6 +34,8 @@ COMMANDS = {
     "run": Command("run", "continue a text or a list of token ids"),
     "score": Command("score", "log-probability of each token of a text, and its perplexity"),
     "compare": Command("compare", "two logit dumps or result files: how far apart they are"),
+    "doctor": Command("doctor", "check this machine: what fits, how fast, what to do next"),
+    "plan": Command("plan", "the memory of a run, item by item, and what a token will cost"),
     "census": Command("census", "what a checkpoint's bytes are: classes, counts, totals"),
     "download": Command("download", "fetch the released checkpoint: resumable, spread over drives, checked"),
     "verify": Command("verify", "check a checkpoint: headers and sizes, every byte, known ids"),

@@ -31,7 +31,10 @@ CHUNKS = (64, 32, 16, 8, 4, 2, 1)
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """What the user asked for. `trunk_bytes` and `cache_bytes` fix a share by hand; None leaves it to the plan."""
+    """What the user asked for. `trunk_bytes` and `cache_bytes` fix a share by hand; None leaves it to the plan.
+
+    `sequences` of them live at a time, each with room for `context` positions.
+    """
 
     total: int | None = None
     trunk_bytes: int | None = None
@@ -39,6 +42,7 @@ class MemoryRequest:
     cache_experts: int | None = None
     context: int | None = None
     chunk: int | None = None
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ class MemoryPlan:
 
 
 def plan_memory(needs: Needs, request: MemoryRequest, limit: int) -> MemoryPlan:
-    """Plan one sequence within `limit` bytes.
+    """Plan the asked-for sequences within `limit` bytes.
 
     Without a chunk it is the largest of CHUNKS that leaves the run feasible; without a context it is the smaller
     of the model's limit and what fits in half of the memory left over.
@@ -142,8 +146,8 @@ def _minimum(needs: Needs, request: MemoryRequest, chunk: int, ring: int, arriva
     items = {
         "interpreter, libraries, index": resident_bytes() + GROWTH,
         "norms and other small tensors": needs.small_bytes,
-        "recurrent states": needs.state_bytes,
-        "latent cache": needs.bytes_per_position * (request.context or 2),
+        "recurrent states": needs.state_bytes * request.sequences,
+        "latent cache": needs.bytes_per_position * request.sequences * (request.context or 2),
         "activations": chunk * _activation_bytes(needs.config) + _kernel_bytes(needs.config, chunk),
         "ring": ring,
         "arriving experts": arrivals * needs.expert_buffer,
@@ -160,9 +164,10 @@ def _spend(needs: Needs, request: MemoryRequest, minimum: MemoryPlan, limit: int
     context = minimum.context
     if request.context is None:
         context = needs.config.max_position_embeddings
-        if needs.bytes_per_position:
-            context = min(context, max(2, left // 2 // needs.bytes_per_position))
-        items["latent cache"] = needs.bytes_per_position * context
+        row = needs.bytes_per_position * request.sequences
+        if row:
+            context = min(context, max(2, left // 2 // row))
+        items["latent cache"] = row * context
         left -= items["latent cache"] - minimum.items["latent cache"]
     trunk, pinned, ring = minimum.trunk_budget, minimum.pinned, minimum.ring_bytes
     if request.trunk_bytes is None:
