@@ -27,8 +27,8 @@ from k3.errors import ReadError
 PAGE = 4096
 """Direct reads begin and end at multiples of this, in the file and in memory."""
 
-DEFAULT_THREADS = 8
-"""Reads in flight: enough for a drive's full speed at sizes of megabytes."""
+DEFAULT_THREADS = 16
+"""Reads in flight. Eight fill a drive of its own at sizes of megabytes; more keep their share of one that others use."""
 
 _LARGEST_READ = 1 << 30
 """Linux transfers at most 2 GiB - 4 KiB a call; larger ranges are read in pieces of this size."""
