@@ -7,16 +7,14 @@ Nothing here calls the kernels' arithmetic except where a function takes `ops` f
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from k3.kernels import Kernels, Packed12Weight, available_isas, encode_panel, high_byte_table
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    F32 = npt.NDArray[np.float32]
+import numpy.typing as npt
+F32 = npt.NDArray[np.float32]
 
 ISAS = available_isas()
 ONE = np.float32(1)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from k3 import reference
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
+from collections.abc import Callable
+import numpy.typing as npt
 
 DATA = Path(__file__).parent / "data"
 SETS = ("tiny-a", "tiny-c")

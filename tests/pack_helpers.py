@@ -11,8 +11,8 @@ import numpy as np
 from k3.checkpoint.config import ModelConfig
 from k3.checkpoint.index import TensorEntry, TensorIndex
 from k3.checkpoint.layout import Layout, bind, wanted_tensors
-from k3.checkpoint.pack_format import PACKED12, PackedTensor, PackedTrunk
-from k3.engine.packing import Packed, PackEvents, PackOptions, PackPlan, pack_trunk
+from k3.checkpoint.packed.format import PACKED12, PackedTensor, PackedTrunk
+from k3.engine.packing.writer import Packed, PackEvents, PackOptions, PackPlan, pack_trunk
 from k3.kernels.packed12 import decode_panel
 from k3.storage.packed import open_trunk
 

@@ -44,7 +44,7 @@ def imported_parts(path):
 @pytest.mark.parametrize("part", sorted(MAY_USE))
 def test_imports_run_downwards(part):
     home = SOURCE / part
-    files = sorted(home.glob("*.py")) if home.is_dir() else [SOURCE / f"{part}.py"]
+    files = sorted(home.rglob("*.py")) if home.is_dir() else [SOURCE / f"{part}.py"]
     assert files
     used = {used for file in files for used in imported_parts(file)} - {part}
     assert used <= MAY_USE[part]

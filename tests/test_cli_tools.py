@@ -13,7 +13,7 @@ import k3
 from cli_helpers import Cli
 from conftest import TINY_A
 from k3.api import model_path
-from k3.checkpoint.synth import KINDS
+from k3.checkpoint.synthetic.synth import KINDS
 from k3.cli import synth
 
 IDS = [84, 104, 101, 32, 114]

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,8 +17,7 @@ from conftest import TINY_A, TINY_C, edit_json, shared_file
 from k3.checkpoint.config import LinearAttnConfig, ModelConfig, stop_ids
 from k3.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 TINY = json.loads((TINY_A / "config.json").read_bytes())
 Place = tuple[str, ...]

@@ -17,9 +17,9 @@ import pytest
 from huggingface_hub import constants
 
 from fake_hub import COMMIT, REPO, FakeHub, git_sha1, running
-from k3.checkpoint import hub as hub_module
-from k3.checkpoint.download import DownloadEvents, DownloadOptions, download
-from k3.checkpoint.hub import Hub
+from k3.checkpoint.fetch import hub as hub_module
+from k3.checkpoint.fetch.download import DownloadEvents, DownloadOptions, download
+from k3.checkpoint.fetch.hub import Hub
 from k3.errors import CheckpointError, K3Error, UsageError
 
 SHARDS = [f"model-0000{n}-of-000003.safetensors" for n in (1, 2, 3)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from k3.checkpoint.synth import write_synthetic
+from k3.checkpoint.synthetic.synth import write_synthetic
 
 pytestmark = pytest.mark.slow
 

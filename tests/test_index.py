@@ -27,7 +27,7 @@ from conftest import (
     shard_of,
     write_shard,
 )
-from k3.checkpoint import placements
+from k3.checkpoint.headers import placements
 from k3.checkpoint.index import INDEX_FILE, TensorIndex
 from k3.errors import CheckpointError, UsageError
 

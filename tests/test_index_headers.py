@@ -8,19 +8,17 @@ import random
 import struct
 import time
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from conftest import TINY_A, TINY_C, read_shard, write_shard
-from k3.checkpoint.safetensors import DTYPE_BITS, read_header
+from k3.checkpoint.headers.safetensors import DTYPE_BITS, read_header
 from k3.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+from pathlib import Path
 
 def tensor(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

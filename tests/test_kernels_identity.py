@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ import pytest
 from k3.kernels import Bf16Weight, F32Weight, Kernels, Mxfp4Weight, Packed12Weight, _native
 from kernel_helpers import ISAS, assert_same_bits, kernels, normal, pack12, to_bf16
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Rows = list[np.ndarray]
+from collections.abc import Callable
+Rows = list[np.ndarray]
 
 ROWS = 33
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ import kernel_helpers as define
 from k3.kernels import Bf16Weight, F32Weight, Kernels, Mxfp4Weight
 from kernel_helpers import ISAS, assert_same_bits, kernels, normal, to_bf16
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 LARGEST = float(np.finfo(np.float32).max)
 TRUTH: dict[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -12,8 +12,8 @@ import pytest
 
 import k3
 from conftest import TINY_A, TINY_C, copy_checkpoint
-from k3.checkpoint import synth
-from k3.engine.packing import PackEvents, PackOptions, pack_trunk
+from k3.checkpoint.synthetic import synth
+from k3.engine.packing.writer import PackEvents, PackOptions, pack_trunk
 
 PROMPT = [(7 * i + 3) % 200 for i in range(21)]
 TOKENS = 3

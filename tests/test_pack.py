@@ -19,8 +19,8 @@ import pytest
 from cli_helpers import Cli, environment
 from conftest import TINY_A, TINY_C, copy_checkpoint, edit_tensor
 from k3.api import model_path
-from k3.checkpoint.pack_format import PACKED12, PAGE, READ_WHOLE, sampled_range
-from k3.engine import pack_encoding, pack_journal, packing
+from k3.checkpoint.packed.format import PACKED12, PAGE, READ_WHOLE, sampled_range
+from k3.engine.packing.writer import encoding as pack_encoding, journal as pack_journal, writer as packing
 from k3.errors import InterruptedRunError, K3Error, MachineError, ReadError, UsageError
 from k3.storage import packed
 from k3.storage.packed import stored_matrices
@@ -190,8 +190,8 @@ def test_the_first_layers_of_a_partial_download(tmp_path, checkpoint):
 DRIVER = """
 import os, signal, sys, threading
 from pathlib import Path
-from k3.checkpoint.shards import write_at
-from k3.engine import pack_journal, packing
+from k3.checkpoint.synthetic.shards import write_at
+from k3.engine.packing.writer import journal as pack_journal, writer as packing
 
 model, trunk, deadline = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 lock, count = threading.Lock(), 0

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from conftest import TINY_A, TINY_C, copy_checkpoint, edit_json, shard_of
-from k3.checkpoint import pack_format
-from k3.checkpoint.pack_format import Manifest, PackedTrunk, read_manifest
+from k3.checkpoint.packed import format as pack_format
+from k3.checkpoint.packed.format import Manifest, PackedTrunk, read_manifest
 from k3.checkpoint.specs import HEAD
 from k3.errors import CheckpointError
 from k3.kernels import packed12
@@ -231,7 +231,7 @@ def test_the_sizes_of_blocks_are_those_of_the_encoding():
 
 
 def test_a_matrix_that_is_taken_whole_is_one_panel(tmp_path, monkeypatch):
-    from k3.engine import pack_encoding
+    from k3.engine.packing.writer import encoding as pack_encoding
 
     monkeypatch.setattr(pack_encoding, "PANEL_BYTES", 1 << 10)
     monkeypatch.setattr(pack_encoding, "READ_WHOLE", "no such matrix")

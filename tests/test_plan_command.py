@@ -12,12 +12,12 @@ from cli_helpers import Cli
 from conftest import TINY_A, TINY_C
 from k3.checkpoint.census import ROUTED, TRUNK, take_census
 from k3.checkpoint.index import TensorIndex
-from k3.engine import speeds as speeds_module
+from k3.engine.forecast import speeds as speeds_module
 from k3.engine.loading import LoadOptions, bind_checkpoint
 from k3.engine.plan import MemoryRequest, plan_memory
-from k3.engine.prediction import expected_hits, predict
-from k3.engine.released import released_needs
-from k3.engine.speeds import Speeds, measure_arithmetic, measure_drives
+from k3.engine.forecast.prediction import expected_hits, predict
+from k3.engine.forecast.released import released_needs
+from k3.engine.forecast.speeds import Speeds, measure_arithmetic, measure_drives
 from k3.kernels import Kernels
 from k3.storage.disk_bench import DiskReport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,8 +13,7 @@ from k3.errors import TokenizerError
 from k3.text.tokenizer import load_tokenizer
 from k3.text.vocabulary import ordinary_tokens, write_vocabulary
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 RELEASED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 MODEL, CONFIG = "tiktoken.model", "tokenizer_config.json"

@@ -16,7 +16,7 @@ from conftest import TINY_A, shard_of
 from k3.api import model_path
 from k3.checkpoint import verify as verify_module
 from k3.checkpoint.config import ModelConfig
-from k3.checkpoint.download_record import DownloadRecord, RemoteFile
+from k3.checkpoint.fetch.record import DownloadRecord, RemoteFile
 from k3.checkpoint.verify import check_bytes, check_structure
 from k3.cli.main import main
 from k3.cli.terminal import Terminal

@@ -9,16 +9,14 @@ The numbers are those of the fourteen traps: each was fallen into by somebody, o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from k3 import reference as right
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
+from contextlib import AbstractContextManager
 
 @dataclass(frozen=True)
 class Trap:

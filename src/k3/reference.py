@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,7 @@ import numpy.typing as npt
 from k3.checkpoint.config import ModelConfig
 from k3.checkpoint.index import TensorEntry, TensorIndex
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
+from collections.abc import Callable, Sequence
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]

@@ -1,6 +1,6 @@
 r"""Checksums of a checkpoint's files, and the two records that hold them beside the checkpoint.
 
-`k3-download.json` (`k3.checkpoint.download_record`) has what the hub lists; `k3-checksums.json` has what `k3 verify
+`k3-download.json` (`k3.checkpoint.fetch.record`) has what the hub lists; `k3-checksums.json` has what `k3 verify
 --deep` computed where nothing was known. Large files of a hub have a sha256. Small ones have the id that git gives
 their content, SHA-1 over `blob <bytes>\0` and the bytes.
 """

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self, get_type_hints
+from typing import Annotated, Any, Final, Self, get_type_hints
 
 from k3.checkpoint.json_fields import (
     ADVICE,
@@ -32,8 +32,7 @@ from k3.checkpoint.json_fields import (
 )
 from k3.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 MAX_LAYERS: Final = 1_000
 MAX_EXPERTS: Final = 8_192

@@ -6,7 +6,7 @@
     index.offsets[rows], index.shard_ids[rows]          # arrays; a row of -1 is a name that is not there
 
 The released checkpoint has 497,220 tensors, so they are columns of NumPy arrays (22 bytes a tensor), sorted by
-name key (`k3.checkpoint.names`), and not objects.
+name key (`k3.checkpoint.headers.names`), and not objects.
 
 `model.safetensors.index.json`, where it exists, says which shard holds which tensor, and every shard that is
 opened must agree with it. Otherwise `model.safetensors`, or `model-*.safetensors`, or every `*.safetensors` of
@@ -25,10 +25,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from k3.checkpoint.kinds import TensorKind
-from k3.checkpoint.names import Keys, NameTable, first_numbers, without_second_number
-from k3.checkpoint.safetensors import ShardHeader, read_header
-from k3.checkpoint.weight_map import INDEX_FILE, Wanted, WeightMap, refuse_different_copies
+from k3.checkpoint.headers.kinds import TensorKind
+from k3.checkpoint.headers.names import Keys, NameTable, first_numbers, without_second_number
+from k3.checkpoint.headers.safetensors import ShardHeader, read_header
+from k3.checkpoint.headers.weight_map import INDEX_FILE, Wanted, WeightMap, refuse_different_copies
 from k3.errors import CheckpointError, UsageError
 
 SYNTHETIC_MARK: Final = "synthetic"

@@ -15,7 +15,7 @@ from typing import Final
 
 from k3.checkpoint.checksums import CHECKSUM_FILE, SHA256, Checksum, ChecksumRecord, KnownFile, compute
 from k3.checkpoint.config import ModelConfig, stop_ids
-from k3.checkpoint.download_record import DOWNLOAD_FILE, SMALL_FILES, DownloadRecord
+from k3.checkpoint.fetch.record import DOWNLOAD_FILE, SMALL_FILES, DownloadRecord
 from k3.checkpoint.index import SYNTHETIC_MARK, TensorIndex
 from k3.checkpoint.layout import Layout, bind
 from k3.checkpoint.released import RELEASED_FILES

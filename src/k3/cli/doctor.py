@@ -13,8 +13,8 @@ from k3.cli.terminal import Terminal, json_text
 from k3.errors import MachineError
 
 if TYPE_CHECKING:
-    from k3.engine.diagnosis import Check
-    from k3.engine.prognosis import Prognosis
+    from k3.engine.forecast.diagnosis import Check
+    from k3.engine.forecast.prognosis import Prognosis
 
 _PROMPT = "The capital of France is"
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from k3.engine.diagnosis import download_check, machine_checks
+    from k3.engine.forecast.diagnosis import download_check, machine_checks
 
     with Terminal(quiet=arguments.quiet) as terminal:
         checks = list(machine_checks())
@@ -57,7 +57,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _prognosis(arguments: argparse.Namespace, terminal: Terminal) -> Prognosis:
     from k3.api import model_path
     from k3.engine.loading import LoadOptions
-    from k3.engine.prognosis import model_prognosis, released_prognosis
+    from k3.engine.forecast.prognosis import model_prognosis, released_prognosis
 
     if arguments.model is None:
         return released_prognosis(terminal.line)
@@ -72,7 +72,7 @@ def _obstacle(checks: list[Check]) -> Check | None:
 
 def _next(arguments: argparse.Namespace, checks: list[Check], prognosis: Prognosis | None) -> str | None:
     """The command to run next; None where something must be mended first."""
-    from k3.engine.diagnosis import Verdict
+    from k3.engine.forecast.diagnosis import Verdict
 
     if prognosis is None or (prognosis.is_bound and _obstacle(checks)):
         return None

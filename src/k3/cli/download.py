@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from k3.checkpoint.download import DownloadEvents, DownloadOptions, download
-    from k3.checkpoint.hub import Hub
+    from k3.checkpoint.fetch.download import DownloadEvents, DownloadOptions, download
+    from k3.checkpoint.fetch.hub import Hub
     from k3.cli.progress import Progress
 
     wanted = DownloadOptions(

@@ -12,7 +12,7 @@ from k3.errors import UsageError
 
 if TYPE_CHECKING:
     from k3.cli.progress import Progress
-    from k3.engine.packing import PackPlan
+    from k3.engine.packing.writer import PackPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +39,8 @@ def execute(arguments: argparse.Namespace) -> int:
         raise UsageError(f"TRUNK: expected a directory that can be made anew, found '{arguments.trunk}'. Name another.")
     from k3.api import model_path
     from k3.cli.progress import Progress, size
-    from k3.engine.pack_check import check_trunk
-    from k3.engine.packing import PackEvents, PackOptions, pack_trunk
+    from k3.engine.packing.check import check_trunk
+    from k3.engine.packing.writer import PackEvents, PackOptions, pack_trunk
 
     wanted = PackOptions(
         arguments.raw, arguments.threads, arguments.layers, tuple(arguments.extra_dir), arguments.config

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from k3.cli.progress import Progress
     from k3.engine.loading import Bound, LoadOptions
     from k3.engine.plan import MemoryPlan, Needs
-    from k3.engine.prediction import Prediction
-    from k3.engine.speeds import Speeds
+    from k3.engine.forecast.prediction import Prediction
+    from k3.engine.forecast.speeds import Speeds
     from k3.storage.disk_bench import DiskReport
 
 _GIGA = 10**9
@@ -57,7 +57,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from k3.engine.loading import bind_checkpoint
     from k3.engine.machine import group_memory, memory_limit
     from k3.engine.plan import plan_memory
-    from k3.engine.prediction import predict
+    from k3.engine.forecast.prediction import predict
 
     wanted = load_options(arguments)
     bound = bind_checkpoint(model_path(arguments.model), wanted)
@@ -130,7 +130,7 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
 
 def measure(arguments: argparse.Namespace, bound: Bound, progress: Progress) -> Measured:
     """The speeds that were given, and measurements of the others."""
-    from k3.engine.speeds import Speeds, measure_arithmetic, measure_drives
+    from k3.engine.forecast.speeds import Speeds, measure_arithmetic, measure_drives
     from k3.kernels import Kernels
 
     drive, drive_source = arguments.disk_gbps, "given"

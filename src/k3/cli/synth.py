@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     if arguments.dir.name in ("", ".."):
         raise UsageError(f"DIR: expected a directory that can be made anew, found '{arguments.dir}'. Name another.")
-    from k3.checkpoint.synth import write_synthetic
+    from k3.checkpoint.synthetic.synth import write_synthetic
     from k3.cli.progress import Progress, clock, size
 
     began = time.perf_counter()

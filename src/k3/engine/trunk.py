@@ -9,8 +9,8 @@ import numpy as np
 
 from k3.checkpoint.index import TensorEntry
 from k3.checkpoint.layout import Layout
-from k3.checkpoint.pack_format import PACKED12, PackedTensor, PackedTrunk
-from k3.checkpoint.pack_identity import trunk_matrices
+from k3.checkpoint.packed.format import PACKED12, PackedTensor, PackedTrunk
+from k3.checkpoint.packed.identity import trunk_matrices
 from k3.checkpoint.specs import HEAD
 from k3.kernels import Bf16Weight, F32Weight, Packed12Weight, Weight
 from k3.storage.packed import stored_matrices

@@ -11,7 +11,6 @@ import mmap
 import time
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,10 +19,8 @@ from k3.kernels.packed12 import BLOCK, LISTED_BLOCK_BYTES, PACKED_BLOCK_BYTES
 from k3.kernels.select import available_isas
 from k3.kernels.weights import MXFP4_GROUP, Bf16Weight, Mxfp4Weight, Packed12Weight, Weight
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
+from collections.abc import Sequence
+import numpy.typing as npt
 
 BF16_COLUMNS = 7168
 """Width of the residual stream: the columns of most trunk matrices."""

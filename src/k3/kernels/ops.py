@@ -12,7 +12,7 @@ Every method raises `ValueError` where a shape, an element type or a memory layo
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +20,8 @@ from k3.kernels import _native
 from k3.kernels.select import choose_isa, choose_threads
 from k3.kernels.weights import F32Array, Mxfp4Weight, Packed12Weight, Weight
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
+from collections.abc import Sequence
+import numpy.typing as npt
 
 READ_STREAMS = (1, 2, 4, 8)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from k3.checkpoint.index import TensorEntry
 from k3.checkpoint.layout import Layout
-from k3.checkpoint.pack_format import PACKED12, PackedTensor, PackedTrunk, sampled_range
-from k3.checkpoint.pack_identity import listed, trunk_matrices
+from k3.checkpoint.packed.format import PACKED12, PackedTensor, PackedTrunk, sampled_range
+from k3.checkpoint.packed.identity import listed, trunk_matrices
 from k3.checkpoint.specs import HEAD
 from k3.errors import CheckpointError
 from k3.storage.reader import ByteClass

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from k3.text.tokenizer import Tokenizer
-
+from k3.text.tokenizer import Tokenizer
 
 class TextStream:
     """Turns the tokens of one sequence into text as they come.

@@ -15,13 +15,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from k3.errors import TokenizerError, UsageError
 
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 VOCABULARY_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"

@@ -7,7 +7,7 @@ import json
 import os
 from base64 import b64encode
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from k3.errors import UsageError
 from k3.text.tokenizer import (
@@ -18,8 +18,7 @@ from k3.text.tokenizer import (
     VOCABULARY_FILE,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 _WORDS = """
     the of and to in a is that it was for on are as with his they at be this have from or one had by

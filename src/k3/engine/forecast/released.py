@@ -12,7 +12,7 @@ from k3.checkpoint.config import ModelConfig
 from k3.checkpoint.index import TensorEntry
 from k3.checkpoint.layout import LayerLayout, Layout
 from k3.checkpoint.specs import LAYERS, TensorSpec, expert_shapes, layer_specs, top_specs
-from k3.checkpoint.synth import KINDS
+from k3.checkpoint.synthetic.synth import KINDS
 from k3.engine.loading import Bound
 from k3.engine.plan import Needs
 from k3.engine.trunk import plain_matrices

@@ -20,7 +20,7 @@ import numpy as np
 
 from k3.checkpoint.index import TensorEntry, TensorIndex
 from k3.checkpoint.layout import Layout, bind, wanted_tensors
-from k3.checkpoint.pack_format import (
+from k3.checkpoint.packed.format import (
     DATA_FILE,
     FORMAT,
     MANIFEST_FILE,
@@ -34,11 +34,11 @@ from k3.checkpoint.pack_format import (
     can_pack,
     read_manifest,
 )
-from k3.checkpoint.pack_identity import Identity, trunk_matrices
-from k3.checkpoint.shards import write_at
+from k3.checkpoint.packed.identity import Identity, trunk_matrices
+from k3.checkpoint.synthetic.shards import write_at
 from k3.engine.loading import read_config
-from k3.engine.pack_encoding import Encoded, Form, PanelEncoder, data_bytes
-from k3.engine.pack_journal import JOURNAL_FILE, Journal, JournalHead
+from k3.engine.packing.encoding import Encoded, Form, PanelEncoder, data_bytes
+from k3.engine.packing.journal import JOURNAL_FILE, Journal, JournalHead
 from k3.errors import CheckpointError, InterruptedRunError, K3Error, MachineError, UsageError
 from k3.kernels.select import choose_threads
 from k3.storage.packed import open_trunk

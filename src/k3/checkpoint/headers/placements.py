@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from k3.checkpoint.names import Keys, NameTable
-from k3.checkpoint.text_columns import Positions, Text
+from k3.checkpoint.headers.names import Keys, NameTable
+from k3.checkpoint.headers.text_columns import Positions, Text
 
 _PIECE: Final = 2 << 20
 _SPACE: Final = b" \t\n\r"

@@ -16,9 +16,9 @@ from typing import Self, TypeVar
 import msgspec
 
 from k3.checkpoint.index import TensorEntry
-from k3.checkpoint.pack_format import FORMAT, VERSION, PackedTensor
-from k3.checkpoint.pack_identity import Identity
-from k3.checkpoint.shards import write_at
+from k3.checkpoint.packed.format import FORMAT, VERSION, PackedTensor
+from k3.checkpoint.packed.identity import Identity
+from k3.checkpoint.synthetic.shards import write_at
 from k3.errors import UsageError
 
 JOURNAL_FILE = "trunk.journal"

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from k3.checkpoint.names import Keys, NameTable
+from k3.checkpoint.headers.names import Keys, NameTable
 from k3.checkpoint.specs import EXPERT_TENSORS, EXPERTS, LAYERS, PREFIXES
 
 Positions = npt.NDArray[np.int64]

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, Self, cast
 
 from k3.checkpoint.checksums import GIT_SHA1, SHA256, Checksum
-from k3.checkpoint.download_record import RemoteFile
-from k3.checkpoint.shards import write_at
+from k3.checkpoint.fetch.record import RemoteFile
+from k3.checkpoint.synthetic.shards import write_at
 from k3.errors import K3Error, UsageError
 
 WAITS: Final = (5.0, 10.0, 20.0, 40.0, 80.0)

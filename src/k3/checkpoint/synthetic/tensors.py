@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3.checkpoint.released import vision_shards
-from k3.checkpoint.shards import DTYPE_BYTES, StoredTensor
+from k3.checkpoint.synthetic.shards import DTYPE_BYTES, StoredTensor
 
 SPECIAL_SLOTS = 256
 """Ids at the end of the vocabulary that stand for control tokens."""

@@ -19,9 +19,9 @@ from typing import Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from k3.checkpoint.header_members import damaged, read_members
-from k3.checkpoint.kinds import DTYPE_BITS, TensorKind
-from k3.checkpoint.names import Keys, NameTable
+from k3.checkpoint.headers.members import damaged, read_members
+from k3.checkpoint.headers.kinds import DTYPE_BITS, TensorKind
+from k3.checkpoint.headers.names import Keys, NameTable
 from k3.errors import CheckpointError
 
 __all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "ShardHeader", "TensorKind", "read_header"]

@@ -12,10 +12,10 @@ from zlib import crc32
 
 from k3.checkpoint.index import TensorIndex
 from k3.checkpoint.layout import Layout, bind, wanted_tensors
-from k3.checkpoint.pack_format import PackedTrunk
-from k3.checkpoint.pack_identity import listed, trunk_matrices
+from k3.checkpoint.packed.format import PackedTrunk
+from k3.checkpoint.packed.identity import listed, trunk_matrices
 from k3.engine.loading import read_config
-from k3.engine.packing import PackOptions
+from k3.engine.packing.writer import PackOptions
 from k3.errors import CheckpointError
 from k3.kernels.select import choose_threads
 from k3.storage.arena import Arena, aligned

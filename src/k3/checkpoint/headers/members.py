@@ -1,6 +1,6 @@
 """The members of a shard header's JSON object: tensors with their kinds and places, and the metadata.
 
-Those that describe routed experts, nearly all of them, are parsed as columns (`k3.checkpoint.text_columns`); what
+Those that describe routed experts, nearly all of them, are parsed as columns (`k3.checkpoint.headers.text_columns`); what
 stands between them goes to a JSON parser. Where anything is wrong or only unusual, the parser gets the whole header,
 so it alone says what an error is.
 """
@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from k3.checkpoint.kinds import DTYPE_BITS, TensorKind
-from k3.checkpoint.names import Keys, NameTable
-from k3.checkpoint.text_columns import Mask, Positions, Text
+from k3.checkpoint.headers.kinds import DTYPE_BITS, TensorKind
+from k3.checkpoint.headers.names import Keys, NameTable
+from k3.checkpoint.headers.text_columns import Mask, Positions, Text
 from k3.errors import CheckpointError
 
 _METADATA: Final = "__metadata__"

@@ -1,7 +1,7 @@
 """Which checkpoint a packed trunk was made from: hashes of the files that say what it holds, and its size.
 
 Covered are `config.json`, the index file, and size and header of every shard that holds a packed tensor. Weights are
-covered by what the manifest says of each tensor, see `k3.checkpoint.pack_format`.
+covered by what the manifest says of each tensor, see `k3.checkpoint.packed.format`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from k3.checkpoint.index import TensorEntry
 from k3.checkpoint.json_fields import read_small_file
 from k3.checkpoint.layout import Layout
 from k3.checkpoint.specs import HEAD
-from k3.checkpoint.weight_map import INDEX_FILE
+from k3.checkpoint.headers.weight_map import INDEX_FILE
 from k3.errors import CheckpointError
 
 _LENGTH_BYTES = 8

@@ -17,8 +17,8 @@ from typing import Any, Self, TypeAlias
 
 from k3.checkpoint.index import SYNTHETIC_MARK
 from k3.checkpoint.released import CONSTANTS, KDA_HEAD_DIM, KDA_HEADS, MLA_LAYERS, RELEASED_FILES, SHAPE
-from k3.checkpoint.shards import ShardPlan, index_lines, index_pieces, plan_shard, shard_name, write_at
-from k3.checkpoint.synth_tensors import (
+from k3.checkpoint.synthetic.shards import ShardPlan, index_lines, index_pieces, plan_shard, shard_name, write_at
+from k3.checkpoint.synthetic.tensors import (
     SPECIAL_SLOTS,
     Block,
     Tensor,
@@ -27,7 +27,7 @@ from k3.checkpoint.synth_tensors import (
     tensor_blocks,
     vision_tensors,
 )
-from k3.checkpoint.weight_map import INDEX_FILE
+from k3.checkpoint.headers.weight_map import INDEX_FILE
 from k3.errors import K3Error, MachineError, UsageError
 from k3.text.vocabulary import write_vocabulary
 

@@ -1,6 +1,6 @@
 """What this machine has, each finding with a verdict and what to do about it. Needs no native extension.
 
-What a model makes of it is in `k3.engine.prognosis`.
+What a model makes of it is in `k3.engine.forecast.prognosis`.
 """
 
 from __future__ import annotations

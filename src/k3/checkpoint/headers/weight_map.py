@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from k3.checkpoint.names import Keys, NameTable, first_number_bits
-from k3.checkpoint.placements import Placements, RepeatedNameError, read_placements, refuse_repetition
+from k3.checkpoint.headers.names import Keys, NameTable, first_number_bits
+from k3.checkpoint.headers.placements import Placements, RepeatedNameError, read_placements, refuse_repetition
 from k3.errors import CheckpointError
 
 Wanted = Callable[[str], bool] | Collection[str]

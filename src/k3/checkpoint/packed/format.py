@@ -24,7 +24,7 @@ import msgspec
 
 from k3.checkpoint.index import TensorEntry
 from k3.checkpoint.layout import Layout
-from k3.checkpoint.pack_identity import Identity, listed, trunk_matrices
+from k3.checkpoint.packed.identity import Identity, listed, trunk_matrices
 from k3.errors import CheckpointError
 
 MANIFEST_FILE: Final = "trunk.json"

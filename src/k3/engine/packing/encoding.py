@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3.checkpoint.index import TensorEntry
-from k3.checkpoint.pack_format import PACKED12, PAGE, READ_WHOLE, can_pack
+from k3.checkpoint.packed.format import PACKED12, PAGE, READ_WHOLE, can_pack
 from k3.kernels.packed12 import encode_panel_into, high_byte_table, panel_limit
 from k3.storage.arena import Arena, aligned
 from k3.storage.packed import sample_crc32

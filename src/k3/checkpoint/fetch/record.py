@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from k3.checkpoint.checksums import KnownFile, read_record, write_record
-from k3.checkpoint.weight_map import INDEX_FILE
+from k3.checkpoint.headers.weight_map import INDEX_FILE
 from k3.errors import UsageError
 from k3.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE
 

