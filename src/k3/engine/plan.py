@@ -25,7 +25,12 @@ _KERNEL_ROWS = 64
 _KERNEL_SCRATCH = 8 << 20
 """Scores and partial sums of all threads."""
 
-RING_SIZES = (256 << 20, 128 << 20, 64 << 20, 32 << 20)
+RING_SIZES = (1 << 30, 512 << 20, 256 << 20, 128 << 20, 64 << 20, 32 << 20)
+"""While a layer's experts are on their way the stream goes on into the ring: a small one fills up, and the drive rests."""
+
+_ENOUGH_RING = 256 << 20
+"""What is given up before the chunk shrinks."""
+
 CHUNKS = (64, 32, 16, 8, 4, 2, 1)
 
 
@@ -132,8 +137,9 @@ def _attempts(needs: Needs, request: MemoryRequest) -> Sequence[MemoryPlan]:
     chunks = CHUNKS if request.chunk is None else (request.chunk,)
     top_k = needs.config.num_experts_per_token
     arrivals = [n for n in dict.fromkeys((top_k, top_k // 2, top_k // 4, 2, 1)) if n] if needs.experts else [0]
-    steps = [(chunk, RING_SIZES[0], arrivals[0]) for chunk in chunks]
-    steps += [(chunks[-1], ring, arrivals[0]) for ring in RING_SIZES[1:]]
+    steps = [(chunks[0], ring, arrivals[0]) for ring in RING_SIZES if ring >= _ENOUGH_RING]
+    steps += [(chunk, _ENOUGH_RING, arrivals[0]) for chunk in chunks[1:]]
+    steps += [(chunks[-1], ring, arrivals[0]) for ring in RING_SIZES if ring < _ENOUGH_RING]
     steps += [(chunks[-1], RING_SIZES[-1], count) for count in arrivals[1:]]
     return [_minimum(needs, request, *step) for step in steps]
 

@@ -27,7 +27,7 @@ from k3.errors import ReadError
 PAGE = 4096
 """Direct reads begin and end at multiples of this, in the file and in memory."""
 
-DEFAULT_THREADS = 16
+DEFAULT_THREADS = 32
 """Reads in flight. Eight fill a drive of its own at sizes of megabytes; more keep their share of one that others use."""
 
 _LARGEST_READ = 1 << 30
