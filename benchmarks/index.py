@@ -17,10 +17,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from k3.checkpoint.headers.weight_map import INDEX_FILE
 from k3.checkpoint.index import SYNTHETIC_MARK
 from k3.checkpoint.synthetic.shards import index_lines, index_pieces, shard_name
 from k3.checkpoint.synthetic.synth import shard_plans
-from k3.checkpoint.headers.weight_map import INDEX_FILE
 
 SHARDS = 96
 MEASURE = """

@@ -10,10 +10,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from k3.kernels import Kernels, Packed12Weight, available_isas, encode_panel, high_byte_table
 
-import numpy.typing as npt
 F32 = npt.NDArray[np.float32]
 
 ISAS = available_isas()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from k3 import reference
-
-from collections.abc import Callable
-import numpy.typing as npt
 
 DATA = Path(__file__).parent / "data"
 SETS = ("tiny-a", "tiny-c")

@@ -29,10 +29,10 @@ from k3.checkpoint.census import (
     take_census,
 )
 from k3.checkpoint.config import ModelConfig
-from k3.checkpoint.index import INDEX_FILE, TensorIndex
-from k3.checkpoint.layout import bind
 from k3.checkpoint.headers.names import NameTable
 from k3.checkpoint.headers.safetensors import read_header
+from k3.checkpoint.index import INDEX_FILE, TensorIndex
+from k3.checkpoint.layout import bind
 from k3.checkpoint.synthetic.synth import shard_plans
 
 ELEMENT_BYTES = {"F32": 4, "BF16": 2, "U8": 1}

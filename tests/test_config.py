@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,6 @@ from hypothesis import strategies as st
 from conftest import TINY_A, TINY_C, edit_json, shared_file
 from k3.checkpoint.config import LinearAttnConfig, ModelConfig, stop_ids
 from k3.errors import ConfigError
-
-from pathlib import Path
 
 TINY = json.loads((TINY_A / "config.json").read_bytes())
 Place = tuple[str, ...]

@@ -11,8 +11,8 @@ import pytest
 
 from cli_helpers import Cli, environment
 from conftest import TINY_A, TINY_C, copy_checkpoint
-from k3.engine.forecast import diagnosis, prognosis
 from k3.engine import machine
+from k3.engine.forecast import diagnosis, prognosis
 from k3.engine.forecast import speeds as speeds_module
 from k3.engine.machine import GroupMemory, cpu_quota, file_system
 from k3.storage.disk_bench import Cell, DiskReport

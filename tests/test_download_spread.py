@@ -12,8 +12,8 @@ from fake_hub import REPO, running
 from k3.checkpoint.fetch import spread as spread_module
 from k3.checkpoint.fetch.download import RELEASED_REPO, DownloadEvents, DownloadOptions, download
 from k3.checkpoint.fetch.hub import Hub
-from k3.checkpoint.released import RELEASED_FILES
 from k3.checkpoint.fetch.spread import Present, look, spread
+from k3.checkpoint.released import RELEASED_FILES
 from k3.errors import CheckpointError, MachineError, UsageError
 from test_download import SHARDS, WANTED, alone, assert_exact, fetch, record, repository  # noqa: F401
 

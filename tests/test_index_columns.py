@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from conftest import TINY_A, TINY_C, read_shard, write_shard
-from k3.checkpoint.headers import members as header_members, placements, weight_map
-from k3.checkpoint.index import INDEX_FILE
+from k3.checkpoint.headers import members as header_members
+from k3.checkpoint.headers import placements, weight_map
 from k3.checkpoint.headers.names import NameTable
 from k3.checkpoint.headers.safetensors import read_header
-from k3.checkpoint.specs import EXPERT_TENSORS
 from k3.checkpoint.headers.text_columns import Text
 from k3.checkpoint.headers.weight_map import WeightMap
+from k3.checkpoint.index import INDEX_FILE
+from k3.checkpoint.specs import EXPERT_TENSORS
 from k3.errors import CheckpointError
 
 EXPERT = "language_model.model.layers.3.block_sparse_moe.experts."

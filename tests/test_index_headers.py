@@ -8,6 +8,7 @@ import random
 import struct
 import time
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from conftest import TINY_A, TINY_C, read_shard, write_shard
 from k3.checkpoint.headers.safetensors import DTYPE_BITS, read_header
 from k3.errors import CheckpointError
 
-from pathlib import Path
 
 def tensor(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,7 +13,6 @@ import pytest
 from k3.kernels import Bf16Weight, F32Weight, Kernels, Mxfp4Weight, Packed12Weight, _native
 from kernel_helpers import ISAS, assert_same_bits, kernels, normal, pack12, to_bf16
 
-from collections.abc import Callable
 Rows = list[np.ndarray]
 
 ROWS = 33

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,8 +10,6 @@ import pytest
 import kernel_helpers as define
 from k3.kernels import Bf16Weight, F32Weight, Kernels, Mxfp4Weight
 from kernel_helpers import ISAS, assert_same_bits, kernels, normal, to_bf16
-
-from collections.abc import Callable
 
 LARGEST = float(np.finfo(np.float32).max)
 TRUTH: dict[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -20,7 +20,9 @@ from cli_helpers import Cli, environment
 from conftest import TINY_A, TINY_C, copy_checkpoint, edit_tensor
 from k3.api import model_path
 from k3.checkpoint.packed.format import PACKED12, PAGE, READ_WHOLE, sampled_range
-from k3.engine.packing.writer import encoding as pack_encoding, journal as pack_journal, writer as packing
+from k3.engine.packing import encoding as pack_encoding
+from k3.engine.packing import journal as pack_journal
+from k3.engine.packing import writer as packing
 from k3.errors import InterruptedRunError, K3Error, MachineError, ReadError, UsageError
 from k3.storage import packed
 from k3.storage.packed import stored_matrices
@@ -191,7 +193,7 @@ DRIVER = """
 import os, signal, sys, threading
 from pathlib import Path
 from k3.checkpoint.synthetic.shards import write_at
-from k3.engine.packing.writer import journal as pack_journal, writer as packing
+from k3.engine.packing import journal as pack_journal, writer as packing
 
 model, trunk, deadline = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 lock, count = threading.Lock(), 0
@@ -313,10 +315,11 @@ def test_a_source_that_can_not_be_read(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    before = threading.active_count()
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(ReadError, match="failed twice"):
         pack(TINY_C, tmp_path / "trunk")
-    assert threading.active_count() < 5
+    assert threading.active_count() <= before
 
 
 def test_a_damaged_journal_is_read_up_to_the_damage(tmp_path, monkeypatch, complete):

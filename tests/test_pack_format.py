@@ -231,7 +231,7 @@ def test_the_sizes_of_blocks_are_those_of_the_encoding():
 
 
 def test_a_matrix_that_is_taken_whole_is_one_panel(tmp_path, monkeypatch):
-    from k3.engine.packing.writer import encoding as pack_encoding
+    from k3.engine.packing import encoding as pack_encoding
 
     monkeypatch.setattr(pack_encoding, "PANEL_BYTES", 1 << 10)
     monkeypatch.setattr(pack_encoding, "READ_WHOLE", "no such matrix")

@@ -12,18 +12,25 @@ from cli_helpers import Cli
 from conftest import TINY_A, TINY_C
 from k3.checkpoint.census import ROUTED, TRUNK, take_census
 from k3.checkpoint.index import TensorIndex
+from k3.engine import plan as plan_module
 from k3.engine.forecast import speeds as speeds_module
-from k3.engine.loading import LoadOptions, bind_checkpoint
-from k3.engine.plan import MemoryRequest, plan_memory
 from k3.engine.forecast.prediction import expected_hits, predict
 from k3.engine.forecast.released import released_needs
 from k3.engine.forecast.speeds import Speeds, measure_arithmetic, measure_drives
+from k3.engine.loading import LoadOptions, bind_checkpoint
+from k3.engine.plan import MemoryRequest, plan_memory
 from k3.kernels import Kernels
 from k3.storage.disk_bench import DiskReport
 
 BIG = 1 << 45
 BY_HAND = ("--disk-gbps", "2", "--memory-gbps", "20", "--gmacs", "40")
 GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch):
+    """What the process holds doesn't move while a test compares plans."""
+    monkeypatch.setattr(plan_module, "resident_bytes", lambda: 60_000_000)
 
 
 @pytest.fixture

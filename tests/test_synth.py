@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from k3.checkpoint.synthetic import synth
 from k3.checkpoint.census import EMBEDDING_CLASS, HEAD_CLASS, OTHERS, ROUTED, TRUNK, take_census
 from k3.checkpoint.config import ModelConfig, stop_ids
 from k3.checkpoint.index import TensorIndex
 from k3.checkpoint.layout import bind
 from k3.checkpoint.released import RELEASED_FILES, RELEASED_TENSOR_BYTES, RELEASED_TENSORS, vision_shards
+from k3.checkpoint.synthetic import synth
 from k3.checkpoint.synthetic.shards import StoredTensor, plan_shard, shard_name
 from k3.checkpoint.synthetic.synth import KINDS, shard_plans, synthetic_size, write_synthetic
 from k3.checkpoint.synthetic.tensors import round_to_bf16, shard_tensors

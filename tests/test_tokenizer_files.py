@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,6 @@ import pytest
 from k3.errors import TokenizerError
 from k3.text.tokenizer import load_tokenizer
 from k3.text.vocabulary import ordinary_tokens, write_vocabulary
-
-from collections.abc import Callable
 
 RELEASED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 MODEL, CONFIG = "tiktoken.model", "tokenizer_config.json"

@@ -8,6 +8,7 @@ The numbers are those of the fourteen traps: each was fallen into by somebody, o
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -16,7 +17,6 @@ import numpy as np
 
 from k3 import reference as right
 
-from contextlib import AbstractContextManager
 
 @dataclass(frozen=True)
 class Trap:

@@ -10,6 +10,7 @@ with the engine: attention is written in its expanded form, the engine's is abso
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,8 +20,6 @@ import numpy.typing as npt
 
 from k3.checkpoint.config import ModelConfig
 from k3.checkpoint.index import TensorEntry, TensorIndex
-
-from collections.abc import Callable, Sequence
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from k3.checkpoint.index import Family, TensorIndex
 from k3.checkpoint.headers.kinds import DTYPE_BITS
+from k3.checkpoint.index import Family, TensorIndex
 from k3.checkpoint.specs import EMBEDDING, EXPERTS, HEAD, LAYERS, PREFIXES
 
 ROUTED: Final = "routed experts"

@@ -11,6 +11,7 @@ refused with one `ConfigError` that lists every problem. Field names are the che
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -31,8 +32,6 @@ from k3.checkpoint.json_fields import (
     some,
 )
 from k3.errors import ConfigError
-
-from collections.abc import Iterable, Mapping
 
 MAX_LAYERS: Final = 1_000
 MAX_EXPERTS: Final = 8_192

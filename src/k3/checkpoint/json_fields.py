@@ -6,15 +6,14 @@ collects one sentence per field that can't be used. Neither has defaults.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from k3.errors import ConfigError
-
-from collections.abc import Mapping
-from pathlib import Path
 
 MAX_BYTES: Final = 16 << 20
 ADVICE: Final = "Use the config.json that was released with this checkpoint."

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from k3.checkpoint.config import ModelConfig
-from k3.checkpoint.index import TensorEntry, TensorIndex
 from k3.checkpoint.headers.kinds import TensorKind
+from k3.checkpoint.index import TensorEntry, TensorIndex
 from k3.checkpoint.specs import (
     EMBEDDING,
     EXPERT_TENSORS,

@@ -56,8 +56,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _prognosis(arguments: argparse.Namespace, terminal: Terminal) -> Prognosis:
     from k3.api import model_path
-    from k3.engine.loading import LoadOptions
     from k3.engine.forecast.prognosis import model_prognosis, released_prognosis
+    from k3.engine.loading import LoadOptions
 
     if arguments.model is None:
         return released_prognosis(terminal.line)

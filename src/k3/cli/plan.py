@@ -14,10 +14,10 @@ from k3.cli.terminal import Terminal, json_text
 
 if TYPE_CHECKING:
     from k3.cli.progress import Progress
-    from k3.engine.loading import Bound, LoadOptions
-    from k3.engine.plan import MemoryPlan, Needs
     from k3.engine.forecast.prediction import Prediction
     from k3.engine.forecast.speeds import Speeds
+    from k3.engine.loading import Bound, LoadOptions
+    from k3.engine.plan import MemoryPlan, Needs
     from k3.storage.disk_bench import DiskReport
 
 _GIGA = 10**9
@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from k3.api import model_path
     from k3.cli.progress import Progress
+    from k3.engine.forecast.prediction import predict
     from k3.engine.loading import bind_checkpoint
     from k3.engine.machine import group_memory, memory_limit
     from k3.engine.plan import plan_memory
-    from k3.engine.forecast.prediction import predict
 
     wanted = load_options(arguments)
     bound = bind_checkpoint(model_path(arguments.model), wanted)

@@ -26,7 +26,7 @@ _KERNEL_SCRATCH = 8 << 20
 """Scores and partial sums of all threads."""
 
 RING_SIZES = (1 << 30, 512 << 20, 256 << 20, 128 << 20, 64 << 20, 32 << 20)
-"""While a layer's experts are on their way the stream goes on into the ring: a small one fills up, and the drive rests."""
+"""While a layer's experts are on their way the stream goes on into the ring; once a ring is full the drive rests."""
 
 _ENOUGH_RING = 256 << 20
 """What is given up before the chunk shrinks."""

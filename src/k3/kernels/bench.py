@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
+import numpy.typing as npt
 
 from k3.kernels.ops import Kernels
 from k3.kernels.packed12 import BLOCK, LISTED_BLOCK_BYTES, PACKED_BLOCK_BYTES
 from k3.kernels.select import available_isas
 from k3.kernels.weights import MXFP4_GROUP, Bf16Weight, Mxfp4Weight, Packed12Weight, Weight
-
-from collections.abc import Sequence
-import numpy.typing as npt
 
 BF16_COLUMNS = 7168
 """Width of the residual stream: the columns of most trunk matrices."""

@@ -11,17 +11,16 @@ Every method raises `ValueError` where a shape, an element type or a memory layo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from k3.kernels import _native
 from k3.kernels.select import choose_isa, choose_threads
 from k3.kernels.weights import F32Array, Mxfp4Weight, Packed12Weight, Weight
-
-from collections.abc import Sequence
-import numpy.typing as npt
 
 READ_STREAMS = (1, 2, 4, 8)
 

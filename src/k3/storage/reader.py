@@ -28,7 +28,7 @@ PAGE = 4096
 """Direct reads begin and end at multiples of this, in the file and in memory."""
 
 DEFAULT_THREADS = 32
-"""Reads in flight. Eight fill a drive of its own at sizes of megabytes; more keep their share of one that others use."""
+"""Reads in flight. Eight fill a drive at sizes of megabytes; more keep a share of one that others use."""
 
 _LARGEST_READ = 1 << 30
 """Linux transfers at most 2 GiB - 4 KiB a call; larger ranges are read in pieces of this size."""

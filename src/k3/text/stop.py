@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 
 from k3.errors import UsageError
 
-from collections.abc import Sequence
 
 class StopMatcher:
     """Passes a streamed text on up to the first stop string.

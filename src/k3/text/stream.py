@@ -6,6 +6,7 @@ import codecs
 
 from k3.text.tokenizer import Tokenizer
 
+
 class TextStream:
     """Turns the tokens of one sequence into text as they come.
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+import os
 import re
 from binascii import a2b_base64, b2a_base64
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from k3.errors import TokenizerError, UsageError
-
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 VOCABULARY_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from base64 import b64encode
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from k3.text.tokenizer import (
     SPECIAL_SLOTS,
     VOCABULARY_FILE,
 )
-
-from collections.abc import Iterator, Sequence
 
 _WORDS = """
     the of and to in a is that it was for on are as with his they at be this have from or one had by

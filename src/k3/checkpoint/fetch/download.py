@@ -24,10 +24,10 @@ from typing import Final
 import msgspec
 
 from k3.checkpoint.checksums import Checksum, compute
-from k3.checkpoint.fetch.record import DOWNLOAD_FILE, SMALL_FILES, DownloadRecord, RemoteFile
 from k3.checkpoint.fetch.hub import Hub, Part, TransferStoppedError
-from k3.checkpoint.released import RELEASED_FILES
+from k3.checkpoint.fetch.record import DOWNLOAD_FILE, SMALL_FILES, DownloadRecord, RemoteFile
 from k3.checkpoint.fetch.spread import PART, Present, look, spread
+from k3.checkpoint.released import RELEASED_FILES
 from k3.errors import CheckpointError, InterruptedRunError, K3Error, UsageError
 
 RELEASED_REPO: Final = "moonshotai/Kimi-K3"

@@ -1,6 +1,6 @@
 """The members of a shard header's JSON object: tensors with their kinds and places, and the metadata.
 
-Those that describe routed experts, nearly all of them, are parsed as columns (`k3.checkpoint.headers.text_columns`); what
+Those that describe routed experts, nearly all of them, are parsed as columns (`text_columns`); what
 stands between them goes to a JSON parser. Where anything is wrong or only unusual, the parser gets the whole header,
 so it alone says what an error is.
 """

@@ -19,8 +19,8 @@ from typing import Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from k3.checkpoint.headers.members import damaged, read_members
 from k3.checkpoint.headers.kinds import DTYPE_BITS, TensorKind
+from k3.checkpoint.headers.members import damaged, read_members
 from k3.checkpoint.headers.names import Keys, NameTable
 from k3.errors import CheckpointError
 

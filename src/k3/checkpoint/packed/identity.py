@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+from k3.checkpoint.headers.weight_map import INDEX_FILE
 from k3.checkpoint.index import TensorEntry
 from k3.checkpoint.json_fields import read_small_file
 from k3.checkpoint.layout import Layout
 from k3.checkpoint.specs import HEAD
-from k3.checkpoint.headers.weight_map import INDEX_FILE
 from k3.errors import CheckpointError
 
 _LENGTH_BYTES = 8

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+from k3.checkpoint.headers.weight_map import INDEX_FILE
 from k3.checkpoint.index import SYNTHETIC_MARK
 from k3.checkpoint.released import CONSTANTS, KDA_HEAD_DIM, KDA_HEADS, MLA_LAYERS, RELEASED_FILES, SHAPE
 from k3.checkpoint.synthetic.shards import ShardPlan, index_lines, index_pieces, plan_shard, shard_name, write_at
@@ -27,7 +28,6 @@ from k3.checkpoint.synthetic.tensors import (
     tensor_blocks,
     vision_tensors,
 )
-from k3.checkpoint.headers.weight_map import INDEX_FILE
 from k3.errors import K3Error, MachineError, UsageError
 from k3.text.vocabulary import write_vocabulary
 

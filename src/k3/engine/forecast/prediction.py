@@ -14,8 +14,8 @@ from math import prod
 from typing import Self
 
 from k3.checkpoint.specs import expert_shapes, layer_specs
-from k3.engine.plan import MemoryPlan, Needs
 from k3.engine.forecast.speeds import Speeds
+from k3.engine.plan import MemoryPlan, Needs
 from k3.storage.reader import ByteClass, BytesRead
 
 MEASURED_HITS = (

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from k3.engine.forecast.diagnosis import Check, Verdict, download_check, gigabytes, pack_check
-from k3.engine.loading import Bound, LoadOptions, bind_checkpoint
-from k3.engine.machine import file_system, group_memory, memory_limit
-from k3.engine.plan import MemoryPlan, MemoryRequest, Needs, plan_memory
 from k3.engine.forecast.prediction import predict
 from k3.engine.forecast.released import released_needs
 from k3.engine.forecast.speeds import Speeds, measure_arithmetic, measure_drives, model_files
+from k3.engine.loading import Bound, LoadOptions, bind_checkpoint
+from k3.engine.machine import file_system, group_memory, memory_limit
+from k3.engine.plan import MemoryPlan, MemoryRequest, Needs, plan_memory
 from k3.errors import K3Error, MachineError
 from k3.kernels import Kernels
 from k3.storage.disk_bench import largest_on_each_drive, takes_direct_reads
