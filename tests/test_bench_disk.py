@@ -55,7 +55,7 @@ class Watch:
             read = submit(reader, path, offset, nbytes, buffer, kind, demand=demand)
             with watch._lock:
                 watch.rounds[-1].append((path, offset, nbytes, buffer.ctypes.data))
-                watch.deepest[len(reader._threads)] = max(watch.deepest.get(len(reader._threads), 0), reader._in_flight)
+                watch.deepest[reader._most_threads] = max(watch.deepest.get(reader._most_threads, 0), reader._in_flight)
             return read
 
         def noted_round(*arguments):

@@ -27,8 +27,8 @@ from k3.errors import ReadError
 PAGE = 4096
 """Direct reads begin and end at multiples of this, in the file and in memory."""
 
-DEFAULT_THREADS = 32
-"""Reads in flight. Eight fill a drive at sizes of megabytes; more keep a share of one that others use."""
+DEFAULT_THREADS = 64
+"""Most reads in flight. Eight fill a drive at sizes of megabytes; one that others use gives more to a deeper queue."""
 
 _LARGEST_READ = 1 << 30
 """Linux transfers at most 2 GiB - 4 KiB a call; larger ranges are read in pieces of this size."""
@@ -150,9 +150,8 @@ class Reader:
         self._in_flight = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
-        self._threads = [threading.Thread(target=self._serve, name="k3-read", daemon=True) for _ in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._most_threads = threads
+        self._threads: list[threading.Thread] = []
 
     @property
     def direct(self) -> bool:
@@ -175,6 +174,9 @@ class Reader:
             if not self._in_flight:
                 self._busy_since = time.perf_counter()
             self._in_flight += 1
+            if len(self._threads) < min(self._in_flight, self._most_threads):
+                self._threads.append(threading.Thread(target=self._serve, name="k3-read", daemon=True))
+                self._threads[-1].start()
             self._work.notify()
         return read
 
