@@ -31,7 +31,7 @@ def main() -> None:
     print(f"{'split':>12}{'trunk GB':>10}{'experts':>9}{'s/token':>9}{'GB/token':>10}{'hits %':>8}")
     own = [decode(arguments.model, arguments.tokens, **settings)]
     show("plan", own[0])
-    best = own[0].seconds
+    best = float("inf")
     for quarters in (3, 2, 1, 0):
         share = own[0].trunk_kept * quarters / 4 / 1e9
         hand = decode(arguments.model, arguments.tokens, trunk_gb=share, **settings)
@@ -39,7 +39,8 @@ def main() -> None:
         best = min(best, hand.seconds)
         own.append(decode(arguments.model, arguments.tokens, **settings))
         show("plan", own[-1])
-    print(f"plan / best seen: {median(d.seconds for d in own) / min(best, *(d.seconds for d in own)):.3f}")
+    plan = median(d.seconds for d in own)
+    print(f"plan / best seen: {plan / min(best, plan):.3f}")
 
 
 if __name__ == "__main__":
