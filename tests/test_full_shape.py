@@ -96,7 +96,8 @@ def test_what_is_pinned_is_not_read(checkpoint, tmp_path):
     record, peak = run(checkpoint, tmp_path, "--memory", "8GB", "--context", "64")
     assert peak <= 8_000_000_000
     kept = record["plan"]["items"]["trunk and head kept"]
-    assert kept > 6_000_000_000
+    assert record["plan"]["total_bytes"] > 7_900_000_000, "what is left over is spent"
+    assert kept > 5_000_000_000
     saved = walk_bytes(bare["steps"][1]) - walk_bytes(record["steps"][1])
     assert 0 <= kept - saved < kept // 500, "the plan counts whole pages, the reads payload"
     assert record["logits_sha256"] == bare["logits_sha256"]
