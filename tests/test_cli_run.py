@@ -188,6 +188,30 @@ def test_a_prompt_that_fills_the_context_is_refused(cli):
     assert "--context" in complaint
 
 
+@pytest.mark.parametrize(
+    ("command", "given", "complaint"),
+    [
+        ("run", ("--ids", "1,1024"), "token id 1024"),
+        ("run", ("--ids", "1,2,3,4"), "the prompt has 4 tokens"),
+        ("run", ("--prompt", "one two three four five six"), "the prompt has"),
+        ("score", ("--ids", "1,99999"), "token id 99999"),
+        ("score", ("--ids", "1,2,3,4,5"), "the prompt has 5 tokens"),
+        ("demo", ("one two three four five six",), "the prompt has"),
+    ],
+)
+def test_a_prompt_that_cannot_run_is_refused_before_weights_are_read(cli, monkeypatch, command, given, complaint):
+    def read_weights(*_):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("k3.api.load_engine", read_weights)
+    model = () if command == "demo" else ("demo",)
+    assert complaint in cli.refused(command, *model, *given, "--context", 4)
+
+
+def test_a_score_fills_the_context(cli):
+    cli.ok("score", "demo", "--ids", "1,2,3,4", "--context", 4)
+
+
 @pytest.mark.parametrize("context", [1, 4097])
 def test_context_out_of_range(cli, context):
     assert "--context: expected 2 to" in cli.refused("run", "demo", "--ids", "1", "--context", context)

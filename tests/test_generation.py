@@ -51,7 +51,7 @@ def test_log_probabilities_are_of_the_raw_logits(model):
 def test_a_stop_id_ends_the_text_and_is_not_in_it(model, monkeypatch):
     ids = greedy(model)
     stop = ids[4]
-    monkeypatch.setattr(model, "_stop_ids", frozenset({stop}))
+    monkeypatch.setattr(model, "stop_ids", frozenset({stop}))
     place = ids.index(stop)
     tokens = generate(model, max_new_tokens=12, ignore_eos=False)
     assert [token.id for token in tokens] == ids[: place + 1]

@@ -99,10 +99,15 @@ def test_the_chunk_shrinks_before_a_run_is_refused(needs):
     assert plan_memory(needs, replace(request, chunk=3), BIG).chunk == 3
 
 
+@pytest.mark.parametrize(("context", "chunk", "expected"), [(5, None, 5), (5, 100, 5), (50, None, 50), (2, 1, 1)])
+def test_no_chunk_is_planned_that_the_context_cannot_hold(needs, context, chunk, expected):
+    assert plan_memory(needs, MemoryRequest(context=context, chunk=chunk), BIG).chunk == expected
+
+
 def test_context_takes_half_of_what_is_left(needs):
     assert needs.bytes_per_position == 2 * 4 * needs.config.mla_cache_width
     wide = replace(needs, config=replace(needs.config, max_position_embeddings=1 << 30))
-    base = floor(wide, context=2, chunk=64)
+    base = floor(wide, context=64, chunk=64) - 62 * needs.bytes_per_position
     plan = plan_memory(wide, MemoryRequest(), base + 1_000_000)
     assert abs(plan.context * needs.bytes_per_position - 500_000) < 2 * needs.bytes_per_position
     assert plan_memory(wide, MemoryRequest(context=77), BIG).context == 77

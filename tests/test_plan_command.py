@@ -128,11 +128,19 @@ def test_several_sequences_share_trunk_and_experts(needs):
     assert five.seconds_per_token < one.seconds_per_token
 
 
+def test_a_step_has_room_for_a_chunk_and_a_token_of_each_other_sequence(needs):
+    def rows(chunk, sequences):
+        return planned(needs, chunk=chunk, sequences=sequences).items["activations"]
+
+    assert rows(8, 4) == rows(11, 1)
+    assert rows(1, 16) == rows(16, 1)
+
+
 def test_several_sequences_have_states_and_latents_each(needs):
     one, four = (planned(needs, sequences=count) for count in (1, 4))
     for item in ("recurrent states", "latent cache"):
         assert four.items[item] == 4 * one.items[item] > 0
-    others = {name for name in one.items if name not in ("recurrent states", "latent cache")}
+    others = {name for name in one.items if name not in ("recurrent states", "latent cache", "activations")}
     assert all(abs(four.items[name] - one.items[name]) < 1 << 20 for name in others)
     limit = planned(needs, context=None).total_bytes // 40
     contexts = [

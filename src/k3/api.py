@@ -13,7 +13,15 @@ import numpy as np
 from k3.checkpoint.config import ModelConfig, stop_ids
 from k3.engine.engine import Engine
 from k3.engine.generation import Generation, GenerationParams, RowsDone, Token
-from k3.engine.loading import LoadedEngine, LoadEvents, LoadOptions, load_engine, read_config
+from k3.engine.loading import (
+    LoadedEngine,
+    LoadEvents,
+    LoadOptions,
+    PreparedEngine,
+    load_engine,
+    prepare_engine,
+    read_config,
+)
 from k3.engine.plan import MemoryPlan, MemoryRequest
 from k3.engine.report import RunReport
 from k3.engine.sampling import SamplingParams
@@ -31,20 +39,62 @@ def model_path(model: str | Path) -> Path:
     return Path(__file__).parent / "data" / "demo" if str(model) == DEMO else Path(model)
 
 
+class PreparedModel:
+    """A checkpoint that was found right and planned; its weights are not read yet."""
+
+    def __init__(
+        self, path: Path, engine: PreparedEngine, tokenizer: Tokenizer | None, stop_ids: frozenset[int]
+    ) -> None:
+        self.path = path
+        self.config: ModelConfig = engine.bound.config
+        self.plan: MemoryPlan = engine.plan
+        self.synthetic: bool = engine.bound.synthetic
+        """Whether the checkpoint's index says that its weights are made up."""
+        self.stop_ids = stop_ids
+        """The ids that end a generation: those of the configs, and those that the tokenizer names."""
+        self._engine = engine
+        self._tokenizer = tokenizer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer.
+
+        Raises:
+            TokenizerError: the tokenizer's files are not there.
+        """
+        if self._tokenizer is None:
+            raise TokenizerError(
+                f"{self.path}: the tokenizer's files, {VOCABULARY_FILE} and {CONFIG_FILE}, are not there. "
+                "Put them beside the shards, or name their directory with --tok (`tokenizer=` in Python)."
+            )
+        return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    def load(self, events: LoadEvents | None = None) -> Model:
+        """Read the weights that the plan keeps; `events` is told of the plan and of the progress.
+
+        Raises:
+            ReadError: a tensor could not be read.
+        """
+        return Model(self, load_engine(self._engine, events or LoadEvents()))
+
+
 class Model:
     """A loaded checkpoint. Use it as a context manager, or close it."""
 
-    def __init__(self, path: Path, loaded: LoadedEngine, tokenizer: Tokenizer | None, stop_ids: frozenset[int]) -> None:
-        self.path = path
+    def __init__(self, prepared: PreparedModel, loaded: LoadedEngine) -> None:
+        self.path = prepared.path
+        self.config = prepared.config
+        self.plan = prepared.plan
+        self.synthetic = prepared.synthetic
+        self.stop_ids = prepared.stop_ids
         self.engine: Engine = loaded.engine
-        self.config: ModelConfig = loaded.config
-        self.plan: MemoryPlan = loaded.plan
-        self.synthetic: bool = loaded.synthetic
-        """Whether the checkpoint's index says that its weights are made up."""
+        self._prepared = prepared
         self._reader = loaded.reader
-        self._tokenizer = tokenizer
         self._report: RunReport | None = None
-        self._stop_ids = stop_ids
 
     def __enter__(self) -> Self:
         return self
@@ -65,22 +115,12 @@ class Model:
         Raises:
             TokenizerError: the tokenizer's files were not there when the model was loaded.
         """
-        if self._tokenizer is None:
-            raise TokenizerError(
-                f"{self.path}: the tokenizer's files, {VOCABULARY_FILE} and {CONFIG_FILE}, are not there. "
-                "Put them beside the shards, or name their directory with --tok (`tokenizer=` in Python)."
-            )
-        return self._tokenizer
+        return self._prepared.tokenizer
 
     @property
     def direct_io(self) -> bool:
         """Whether every large read so far went past the page cache."""
         return self._reader.direct
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """The ids that end a generation: those of the configs, and those that the tokenizer names."""
-        return self._stop_ids
 
     def logits(self, ids: SequenceOf[int]) -> F32Array:
         """The logits at every position: float32 [len(ids), vocab_size].
@@ -131,7 +171,8 @@ class Model:
         self, ids: SequenceOf[int], params: GenerationParams, on_prompt: RowsDone = lambda *_: None
     ) -> Generation:
         """A generation to iterate over; its `report` is also this model's `report()`."""
-        generation = Generation(self.engine, self._tokenizer, ids, params, on_prompt)
+        tokenizer = self.tokenizer if self._prepared.has_tokenizer else None
+        generation = Generation(self.engine, tokenizer, ids, params, on_prompt)
         self._report = generation.report
         return generation
 
@@ -190,9 +231,8 @@ def load(
         events: is told of the plan and of the progress of loading.
 
     Raises:
-        K3Error: see `k3.engine.loading.load_engine` and `k3.text.tokenizer.load_tokenizer`.
+        K3Error: see `prepare` and `PreparedModel.load`.
     """
-    directory = model_path(path)
     options = LoadOptions(
         memory_request(memory, trunk_gb, cache_gb, cache_experts, context=context, chunk=chunk),
         threads=threads,
@@ -203,11 +243,22 @@ def load(
         extra_dirs=tuple(Path(d) for d in extra_dirs),
         direct=direct,
     )
-    # What is small and can be wrong comes before the weights, which may take minutes.
+    return prepare(path, options, tokenizer, with_tokenizer=with_tokenizer).load(events)
+
+
+def prepare(
+    path: str | Path, options: LoadOptions, tokenizer: str | Path | None = None, *, with_tokenizer: bool = True
+) -> PreparedModel:
+    """Everything about a checkpoint that can be wrong, found before its weights are read; see `load`.
+
+    Raises:
+        K3Error: see `k3.engine.loading.prepare_engine` and `k3.text.tokenizer.load_tokenizer`.
+    """
+    directory = model_path(path)
     settings = read_config(directory, options.config)
     found = _find_tokenizer(directory, tokenizer, settings.vocab_size) if with_tokenizer else None
     ends = stop_ids(directory, settings) | (found.stop_ids if found else frozenset())
-    return Model(directory, load_engine(directory, options, events or LoadEvents()), found, ends)
+    return PreparedModel(directory, prepare_engine(directory, options), found, ends)
 
 
 def memory_request(

@@ -192,7 +192,7 @@ def count_layers(config: ModelConfig, layers: int | None) -> int:
         return config.num_hidden_layers
     if not 1 <= layers <= config.num_hidden_layers:
         raise UsageError(
-            f"layers: expected a number from 1 to {config.num_hidden_layers}, found {layers}. The model has no more."
+            f"--layers: expected a number from 1 to {config.num_hidden_layers}, found {layers}. The model has no more."
         )
     return layers
 

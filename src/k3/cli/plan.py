@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3.cli import options
+from k3.cli.inputs import load_options
 from k3.cli.terminal import Terminal, json_text
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from k3.engine.machine import group_memory, memory_limit
     from k3.engine.plan import plan_memory
 
-    wanted = load_options(arguments)
+    wanted = planned_options(arguments)
     bound = bind_checkpoint(model_path(arguments.model), wanted)
     tokenizer = _tokenizer(arguments)
     with Terminal(quiet=arguments.quiet) as terminal:
@@ -98,34 +99,16 @@ def rate(value: str) -> float:
     return number
 
 
-def load_options(arguments: argparse.Namespace) -> LoadOptions:
-    """What a run with the same options would load.
+def planned_options(arguments: argparse.Namespace) -> LoadOptions:
+    """What a run with the same options would load, for as many sequences as were asked for.
 
     Raises:
         UsageError: a size means nothing.
     """
     from dataclasses import replace
 
-    from k3.api import memory_request
-    from k3.engine.loading import LoadOptions
-
-    request = memory_request(
-        arguments.memory,
-        arguments.trunk_gb,
-        arguments.cache_gb,
-        arguments.cache_experts,
-        context=arguments.context,
-        chunk=arguments.chunk,
-    )
-    return LoadOptions(
-        replace(request, sequences=arguments.sequences),
-        threads=arguments.threads,
-        layers=arguments.layers,
-        config=arguments.config,
-        trunk=arguments.trunk,
-        extra_dirs=tuple(arguments.extra_dir),
-        direct=not arguments.no_direct,
-    )
+    loading = load_options(arguments)
+    return replace(loading, memory=replace(loading.memory, sequences=arguments.sequences))
 
 
 def measure(arguments: argparse.Namespace, bound: Bound, progress: Progress) -> Measured:

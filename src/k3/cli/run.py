@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from k3 import __version__
 from k3.cli import options
 from k3.cli.files import require_writable, write_bytes, write_json
-from k3.cli.inputs import given_ids, load_model
+from k3.cli.inputs import load_model
 from k3.cli.plot import require_matplotlib
 from k3.cli.terminal import Terminal
 from k3.errors import InterruptedRunError, InvalidGenerationError
@@ -39,10 +39,11 @@ def execute(arguments: argparse.Namespace) -> int:
     params = _params(arguments)
     with _recording(arguments) as recorder, Terminal(quiet=arguments.quiet) as terminal:
         progress = Progress(terminal, verbose=arguments.verbose)
-        with load_model(arguments, progress, needs_text=bool(params.stop)) as model:
+        model, ids = load_model(arguments, progress, needs_text=bool(params.stop))
+        with model:
             if recorder is not None:
                 model.engine.record_routing(recorder)
-            generation = _start(arguments, model, params, progress)
+            generation = _start(arguments, model, ids, params, progress)
             _print(generation, terminal, progress, as_ids=not isinstance(arguments.given, str))
             progress.report(generation.report, model.plan, direct=model.direct_io, synthetic=model.synthetic)
             _write(arguments, model, generation)
@@ -75,10 +76,11 @@ def _params(arguments: argparse.Namespace) -> GenerationParams:
     )
 
 
-def _start(arguments: argparse.Namespace, model: Model, params: GenerationParams, progress: Progress) -> Generation:
+def _start(
+    arguments: argparse.Namespace, model: Model, ids: list[int], params: GenerationParams, progress: Progress
+) -> Generation:
     from dataclasses import replace
 
-    ids = given_ids(arguments, model)
     params = replace(params, chunk=model.plan.chunk)
     if not arguments.ignore_eos:
         params = replace(params, stop_ids=model.stop_ids)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from k3.cli import options
-from k3.cli.inputs import given_ids, load_model
+from k3.cli.inputs import load_model
 from k3.cli.terminal import Terminal, json_text
 from k3.errors import K3Error
 
@@ -31,8 +31,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
     with Terminal(quiet=arguments.quiet) as terminal:
         progress = Progress(terminal, verbose=False)
-        with load_model(arguments, progress) as model:
-            ids = given_ids(arguments, model)
+        model, ids = load_model(arguments, progress, more=0)
+        with model:
             tokens = [model.tokenizer.decode([token]) for token in ids] if isinstance(arguments.given, str) else None
             logprobs = _log_probabilities(model, ids, progress)
         if arguments.json:
@@ -50,7 +50,6 @@ def _log_probabilities(model: Model, ids: list[int], progress: Progress) -> list
     from k3.engine.sampling import log_probabilities
 
     sequence = model.engine.new_sequence()
-    sequence.begin(ids, 0)  # Refuses ids that can't be run before any work is done.
     logprobs: list[float] = []
     for start in range(0, len(ids), model.plan.chunk):
         chunk = ids[start : start + model.plan.chunk]

@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 
 from k3.engine.engine import Engine
+from k3.engine.prompt import check_prompt
 from k3.engine.report import RunReport, StepReport, peak_rss_bytes, rss_bytes
 from k3.engine.sampling import Sampler, SamplingParams, log_probabilities
 from k3.engine.sequence import Sequence
@@ -96,14 +97,8 @@ class Generation:
         params: GenerationParams,
         on_prompt: RowsDone = lambda *_: None,
     ) -> None:
-        if not prompt_ids:
-            raise UsageError("the prompt has no tokens. Give at least one.")
+        check_prompt(prompt_ids, engine.config.vocab_size, engine.context)
         room = engine.context - len(prompt_ids)
-        if room < 1:
-            raise UsageError(
-                f"the prompt has {len(prompt_ids)} tokens, and the context of {engine.context} positions must hold it "
-                "and at least one more. Ask for a larger context (--context) or shorten the prompt."
-            )
         self._engine = engine
         self._params = params
         self._text = _Text(tokenizer, params.stop)

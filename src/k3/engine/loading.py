@@ -56,13 +56,10 @@ class LoadEvents:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine and what it was made from; close `reader` when done. `synthetic` weights are made up."""
+    """An engine and the reader of its weights; close `reader` when done."""
 
     engine: Engine
-    config: ModelConfig
-    plan: MemoryPlan
     reader: Reader
-    synthetic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +106,38 @@ def bind_checkpoint(model_dir: Path, options: LoadOptions) -> Bound:
     return Bound(config, layout, layers, packed_matrices(trunk), synthetic)
 
 
-def load_engine(model_dir: Path, options: LoadOptions, events: LoadEvents) -> LoadedEngine:
-    """Bind the checkpoint in `model_dir`, plan its memory, and load what is kept.
+@dataclass(frozen=True, slots=True)
+class PreparedEngine:
+    """All that can be known before weights are read."""
+
+    bound: Bound
+    ops: Kernels
+    plan: MemoryPlan
+    direct: bool
+
+
+def prepare_engine(model_dir: Path, options: LoadOptions) -> PreparedEngine:
+    """Bind the checkpoint in `model_dir` and plan its memory.
 
     Raises:
         K3Error: as `bind_checkpoint`.
         MachineError: the memory or an instruction set is missing.
-        ReadError: a tensor could not be read.
     """
     bound = bind_checkpoint(model_dir, options)
     ops = Kernels(options.threads, options.isa)
     plan = plan_memory(bound.needs, options.memory, memory_limit(options.memory.total, group_memory()))
+    return PreparedEngine(bound, ops, plan, options.direct)
+
+
+def load_engine(prepared: PreparedEngine, events: LoadEvents) -> LoadedEngine:
+    """Load the weights that the plan keeps.
+
+    Raises:
+        ReadError: a tensor could not be read.
+    """
+    bound, plan = prepared.bound, prepared.plan
     events.on_plan(plan)
-    reader = Reader(direct=options.direct)
+    reader = Reader(direct=prepared.direct)
     try:
         stored = [matrix.stored for matrix in bound.matrices.values()]
         stream = WeightStream(reader, stored, plan.pinned, plan.ring_bytes, events.on_bytes)
@@ -146,8 +162,7 @@ def load_engine(model_dir: Path, options: LoadOptions, events: LoadEvents) -> Lo
             reader.busy_seconds(),
         )
 
-    engine = Engine(ops, transformer, experts, plan.context, costs)
-    return LoadedEngine(engine, bound.config, plan, reader, bound.synthetic)
+    return LoadedEngine(Engine(prepared.ops, transformer, experts, plan.context, costs), reader)
 
 
 def read_config(model_dir: Path, config: Path | None = None) -> ModelConfig:

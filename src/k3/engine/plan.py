@@ -134,7 +134,10 @@ def plan_memory(needs: Needs, request: MemoryRequest, limit: int) -> MemoryPlan:
 
 def _attempts(needs: Needs, request: MemoryRequest) -> Sequence[MemoryPlan]:
     """Plans of the bare minimum, the most comfortable first."""
-    chunks = CHUNKS if request.chunk is None else (request.chunk,)
+    context = request.context or needs.config.max_position_embeddings
+    chunks = tuple(
+        dict.fromkeys(min(rows, context) for rows in (CHUNKS if request.chunk is None else (request.chunk,)))
+    )
     top_k = needs.config.num_experts_per_token
     arrivals = [n for n in dict.fromkeys((top_k, top_k // 2, top_k // 4, 2, 1)) if n] if needs.experts else [0]
     steps = [(chunks[0], ring, arrivals[0]) for ring in RING_SIZES if ring >= _ENOUGH_RING]
@@ -149,12 +152,13 @@ def _minimum(needs: Needs, request: MemoryRequest, chunk: int, ring: int, arriva
     slots = _asked_slots(needs, request) or 0
     pinned = pinned_blocks(needs.matrices, trunk)
     ring = _ring_bytes(needs, ring, pinned)
+    rows = chunk + request.sequences - 1  # A prompt's chunk, and a token of each of the others.
     items = {
         "interpreter, libraries, index": resident_bytes() + GROWTH,
         "norms and other small tensors": needs.small_bytes,
         "recurrent states": needs.state_bytes * request.sequences,
         "latent cache": needs.bytes_per_position * request.sequences * (request.context or 2),
-        "activations": chunk * _activation_bytes(needs.config) + _kernel_bytes(needs.config, chunk),
+        "activations": rows * _activation_bytes(needs.config) + _kernel_bytes(needs.config, rows),
         "ring": ring,
         "arriving experts": arrivals * needs.expert_buffer,
         "trunk and head kept": pinned_bytes(needs.matrices, pinned),

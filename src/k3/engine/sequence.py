@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as TokenIds
 
 from k3.checkpoint.config import ModelConfig
+from k3.engine.prompt import check_ids
 from k3.errors import K3Error, UsageError, VoidSequenceError
 from k3.model.batch import Part
 from k3.model.state import empty_states
@@ -50,9 +51,7 @@ class Sequence:
             )
         if not len(ids):
             raise UsageError("a step needs at least one token for each of its sequences, found none.")
-        for token in ids:
-            if not 0 <= token < self._vocab_size:
-                raise UsageError(f"token id {token} is not in the vocabulary: expected 0 to {self._vocab_size - 1}.")
+        check_ids(ids, self._vocab_size)
         if len(self) + len(ids) > self._context:
             raise UsageError(
                 f"{len(self)} tokens and {len(ids)} more exceed the context of {self._context} positions. "
