@@ -130,7 +130,8 @@ class Model:
             InvalidGenerationError: a value was not finite, or an expert could not be read.
         """
         sequence = self.engine.new_sequence()
-        chunks = [ids[start : start + self.plan.chunk] for start in range(0, len(ids), self.plan.chunk)]
+        rows = self.plan.scored_chunk
+        chunks = [ids[start : start + rows] for start in range(0, len(ids), rows)]
         results = []
         for chunk in chunks or [ids]:
             [result] = self.engine.step([(sequence, chunk)], logits="all")

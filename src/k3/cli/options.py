@@ -66,7 +66,9 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache-gb", metavar="Y", type=gigabytes, help="GB of experts kept between tokens")
     group.add_argument("--cache-experts", metavar="N", type=whole, help="experts kept, as a number: for experiments")
     group.add_argument("--preset", action=_Preset, help="such a pair of GB; `k3 --list-presets` names them")
-    group.add_argument("--chunk", metavar="N", type=positive, help="prompt rows a step (default: up to 64, by memory)")
+    group.add_argument(
+        "--chunk", metavar="N", type=positive, help="prompt rows a step (default: up to 1024, by memory)"
+    )
     group.add_argument("--context", metavar="N", type=positive, help="positions to make room for (default: by memory)")
 
 

@@ -51,8 +51,9 @@ def _log_probabilities(model: Model, ids: list[int], progress: Progress) -> list
 
     sequence = model.engine.new_sequence()
     logprobs: list[float] = []
-    for start in range(0, len(ids), model.plan.chunk):
-        chunk = ids[start : start + model.plan.chunk]
+    rows = model.plan.scored_chunk
+    for start in range(0, len(ids), rows):
+        chunk = ids[start : start + rows]
         [logits] = model.engine.step([(sequence, chunk)], logits="all")
         if isinstance(logits, K3Error):
             raise logits

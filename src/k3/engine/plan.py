@@ -32,6 +32,16 @@ _ENOUGH_RING = 256 << 20
 """What is given up before the chunk shrinks."""
 
 CHUNKS = (64, 32, 16, 8, 4, 2, 1)
+"""Prompt rows a step, while memory is short."""
+
+LONG_CHUNKS = (1024, 512, 256, 128)
+"""Prompt rows a step where there is memory: a prompt reads its weights once a chunk."""
+
+_SHARE_OF_LONG_CHUNKS = 4
+"""A long chunk takes at most this part of what is left over: it costs every token what the pins would have saved."""
+
+SCORED_ROWS = 64
+"""Rows of a step whose logits may all be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +123,18 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         return sum(self.items.values())
 
+    @property
+    def scored_chunk(self) -> int:
+        """Prompt rows of a step that gives the logits of all of them."""
+        return min(self.chunk, SCORED_ROWS)
+
 
 def plan_memory(needs: Needs, request: MemoryRequest, limit: int) -> MemoryPlan:
     """Plan the asked-for sequences within `limit` bytes.
 
-    Without a chunk it is the largest of CHUNKS that leaves the run feasible; without a context it is the smaller
-    of the model's limit and what fits in half of the memory left over.
+    Without a chunk it is the largest of CHUNKS that leaves the run feasible, or one of LONG_CHUNKS where that takes
+    at most a quarter of what is left over; without a context it is the smaller of the model's limit and what fits in
+    half of the memory left over.
 
     Raises:
         MachineError: it does not fit; the message has the items and the shortfall.
@@ -152,13 +168,12 @@ def _minimum(needs: Needs, request: MemoryRequest, chunk: int, ring: int, arriva
     slots = _asked_slots(needs, request) or 0
     pinned = pinned_blocks(needs.matrices, trunk)
     ring = _ring_bytes(needs, ring, pinned)
-    rows = chunk + request.sequences - 1  # A prompt's chunk, and a token of each of the others.
     items = {
         "interpreter, libraries, index": resident_bytes() + GROWTH,
         "norms and other small tensors": needs.small_bytes,
         "recurrent states": needs.state_bytes * request.sequences,
         "latent cache": needs.bytes_per_position * request.sequences * (request.context or 2),
-        "activations": rows * _activation_bytes(needs.config) + _kernel_bytes(needs.config, rows),
+        "activations": _step_bytes(needs, request, chunk),
         "ring": ring,
         "arriving experts": arrivals * needs.expert_buffer,
         "trunk and head kept": pinned_bytes(needs.matrices, pinned),
@@ -168,9 +183,12 @@ def _minimum(needs: Needs, request: MemoryRequest, chunk: int, ring: int, arriva
 
 
 def _spend(needs: Needs, request: MemoryRequest, minimum: MemoryPlan, limit: int) -> MemoryPlan:
-    """Give what is left over to the context, the pins and the experts, in this order."""
+    """Give what is left over to a longer chunk, the context, the pins and the experts, in this order."""
     items = dict(minimum.items)
     left = limit - minimum.total_bytes
+    chunk = _longest_chunk(needs, request, minimum, left // _SHARE_OF_LONG_CHUNKS)
+    items["activations"] = _step_bytes(needs, request, chunk)
+    left -= items["activations"] - minimum.items["activations"]
     context = minimum.context
     if request.context is None:
         context = needs.config.max_position_embeddings
@@ -189,7 +207,18 @@ def _spend(needs: Needs, request: MemoryRequest, minimum: MemoryPlan, limit: int
     if _asked_slots(needs, request) is None and needs.experts:
         slots = min(needs.experts, left // needs.expert_buffer)
         items["experts kept"] = slots * needs.expert_buffer
-    return MemoryPlan(items, limit, context, minimum.chunk, ring, trunk, slots, minimum.arrivals, pinned)
+    return MemoryPlan(items, limit, context, chunk, ring, trunk, slots, minimum.arrivals, pinned)
+
+
+def _longest_chunk(needs: Needs, request: MemoryRequest, minimum: MemoryPlan, room: int) -> int:
+    """The minimum's chunk, or a longer one that takes at most `room` bytes more."""
+    if request.chunk is not None or minimum.chunk < CHUNKS[0]:
+        return minimum.chunk
+    context = request.context or needs.config.max_position_embeddings
+    for chunk in (min(rows, context) for rows in LONG_CHUNKS):
+        if _step_bytes(needs, request, chunk) - minimum.items["activations"] <= room:
+            return chunk
+    return minimum.chunk
 
 
 def _largest_pins(needs: Needs, room: int, ring: int) -> tuple[int, frozenset[StoredBlock]]:
@@ -221,6 +250,13 @@ def _asked_slots(needs: Needs, request: MemoryRequest) -> int | None:
     return None if asked is None else min(asked, needs.experts)
 
 
+def _step_bytes(needs: Needs, request: MemoryRequest, chunk: int) -> int:
+    """What a step's rows take while they are computed: a prompt's chunk, and a token of each other sequence."""
+    rows = chunk + request.sequences - 1
+    logits = 4 * min(rows, SCORED_ROWS) * needs.config.vocab_size
+    return rows * _activation_bytes(needs.config) + logits + _kernel_bytes(needs.config, rows)
+
+
 def _kernel_bytes(config: ModelConfig, chunk: int) -> int:
     """Working memory of the kernels (packed rows of the widest matrix, scratch) and of choosing a token."""
     columns = max(config.hidden_size, config.intermediate_size, config.kda_projection_size, config.mla_output_size)
@@ -234,7 +270,7 @@ def _activation_bytes(config: ModelConfig) -> int:
     inner = 6 * config.moe_intermediate_size
     feed_forward = max(3 * config.intermediate_size, routed + inner + 4 * config.shared_intermediate_size)
     stream = (config.num_snapshots + 8) * config.hidden_size
-    return 4 * (stream + max(attention, feed_forward) + config.vocab_size)
+    return 4 * (stream + max(attention, feed_forward))
 
 
 def _refusal(items: dict[str, int], limit: int) -> str:
