@@ -211,7 +211,7 @@ class Model:
             InvalidGenerationError: while iterating; the ids so far must not be used.
         """
         conversation = Conversation.of(messages, tools, effort, tool_choice, response_format)
-        reader = ReplyReader(self.tokenizer, conversation.thinking, stop or ())
+        reader = ReplyReader(self.tokenizer, conversation.thinking, () if stop is None else stop)
         params = GenerationParams(
             max_new_tokens=self.engine.context if max_new_tokens is None else max_new_tokens,
             sampling=SamplingParams(temperature, top_p, top_k, seed),

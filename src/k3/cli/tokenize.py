@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+
 from k3.cli import options
 from k3.cli.terminal import json_text
 from k3.errors import UsageError
@@ -28,7 +29,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if [arguments.text, arguments.file, arguments.messages].count(None) != 2:
         raise UsageError("expected TEXT, --file PATH or --messages F.json. `k3 tokenize --help` lists what it takes.")
     if arguments.messages is not None and arguments.special:
-        raise UsageError("--special is about a text; in a conversation control tokens are always text.")
+        raise UsageError("--special is for TEXT and --file. What a conversation spells is always text: leave it out.")
     if arguments.messages is not None:
         _print_conversation(arguments)
     else:

@@ -50,7 +50,7 @@ class ArgumentsWriter:
         if self._current == "text":
             return _quoted(text)[1:-1]
         if self._current == "block":
-            self._written = True
+            self._written = self._written or bool(text.strip())
             return text
         self._held += text
         return ""

@@ -201,11 +201,11 @@ class ReplyReader:
                 self._add_content(text)
             case _Place.BETWEEN if text.strip():
                 self._place = _Place.RESPONSE
-                self._add_content(text)
+                self._add_content(text.lstrip())
             case _Place.CALL if self._arguments and self._arguments.empty and text.strip():
                 self._place = _Place.ARGUMENT
                 self._arguments.begin_block()
-                self._add_arguments(self._arguments.text(text))
+                self._add_arguments(self._arguments.text(text.lstrip()))
             case _Place.ARGUMENT if self._arguments:
                 self._add_arguments(self._arguments.text(text))
             case _Place.BEHIND:
