@@ -338,6 +338,12 @@ def test_spelled_marks_are_text():
     assert (reply.reasoning, reply.content) == (text, text)
 
 
+@pytest.mark.parametrize("token", [-1, DEMO.n_vocab])
+def test_an_unknown_id_is_an_error(token):
+    with pytest.raises(k3.K3Error, match="not in the vocabulary"):
+        ReplyReader(DEMO).push(token)
+
+
 def test_ids_of_calls_are_drawn_anew():
     ids = DEMO.encode(f"{TOOLS}{A_CALL}{A_CALL}", allow_special=True)
     drawn = set()

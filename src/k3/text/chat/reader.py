@@ -100,12 +100,13 @@ class ReplyReader:
         Raises:
             UsageError: the id is not in the vocabulary.
         """
+        raw = self._tokenizer.token_bytes(token)
         if self.ended:
             return []
         if token >= self._tokenizer.n_ordinary:
             self._take_control(token)
         elif self._header is not None:
-            self._header.raw += self._tokenizer.token_bytes(token)
+            self._header.raw += raw
         else:
             self._take_text(self._stream.push(token))
         return self._taken()
