@@ -28,7 +28,6 @@ VALID = {
 LATER = [
     *(f"--{name}=1" for name in ("speculate", "save-state", "load-state", "min-p", "repetition-penalty", "logit-bias")),
     *(f"--{name}=1" for name in ("presence-penalty", "frequency-penalty", "json-schema", "regex")),
-    "--messages=1",
 ]
 
 
@@ -165,8 +164,8 @@ def test_a_value_that_begins_with_a_dash_has_its_own_spelling(cli):
         ("run demo --ids", "expected one argument"),
         ("run demo demo --ids 1", "unrecognized arguments: demo"),
         ("score demo", "--text --file --ids"),
-        ("tokenize demo", "either TEXT or --file"),
-        ("tokenize demo a --file /dev/null", "either TEXT or --file"),
+        ("tokenize demo", "TEXT, --file PATH or --messages"),
+        ("tokenize demo a --file /dev/null", "TEXT, --file PATH or --messages"),
         ("compare a", "B"),
         ("synth huge dir", "tiny"),
         ("synth tiny", "DIR"),

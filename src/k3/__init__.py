@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from k3.engine.generation import Token
     from k3.engine.sequence import Sequence
     from k3.errors import K3Error
+    from k3.text.chat.render import render_segments
     from k3.text.tokenizer import Tokenizer, load_tokenizer
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ _HOMES = {
     "Tokenizer": "k3.text.tokenizer",
     "load": "k3.api",
     "load_tokenizer": "k3.text.tokenizer",
+    "render_segments": "k3.text.chat.render",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "__version__",
     "load",
     "load_tokenizer",
+    "render_segments",
 ]
 
 

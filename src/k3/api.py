@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +23,15 @@ from k3.engine.loading import (
     read_config,
 )
 from k3.engine.plan import MemoryPlan, MemoryRequest
-from k3.engine.report import RunReport
+from k3.engine.report import RunReport, peak_rss_bytes
 from k3.engine.sampling import SamplingParams
 from k3.engine.sizes import GB, parse_size
 from k3.errors import K3Error, TokenizerError, UsageError
 from k3.kernels import F32Array
+from k3.text.chat.conversation import Conversation
+from k3.text.chat.reader import ReplyReader
+from k3.text.chat.reply import Delta, Reply
+from k3.text.chat.segments import encode_segments
 from k3.text.tokenizer import CONFIG_FILE, VOCABULARY_FILE, Tokenizer, load_tokenizer
 
 DEMO = "demo"
@@ -37,6 +41,39 @@ DEMO = "demo"
 def model_path(model: str | Path) -> Path:
     """The directory of a checkpoint; the word `demo` means the one inside this package."""
     return Path(__file__).parent / "data" / "demo" if str(model) == DEMO else Path(model)
+
+
+Messages = SequenceOf[Mapping[str, object]]
+"""A conversation, and in the same form its tools: JSON objects as chat interfaces have them."""
+
+
+class Answer(Iterator[Delta]):
+    """A reply that is being generated. Iterate over it once; left early, `reply` has what came until then.
+
+    Attributes:
+        reply: all of the reply that has come.
+        generation: what gives the tokens, with its report.
+    """
+
+    def __init__(self, generation: Generation, reader: ReplyReader, stop_ids: frozenset[int]) -> None:
+        self.generation = generation
+        self.reply: Reply = reader.reply
+        self._deltas = self._read(reader, stop_ids)
+
+    def __next__(self) -> Delta:
+        return next(self._deltas)
+
+    def _read(self, reader: ReplyReader, stop_ids: frozenset[int]) -> Iterator[Delta]:
+        for token in self.generation:
+            if token.id not in stop_ids:
+                yield from reader.push(token.id)
+            if reader.ended:
+                break
+        report = self.generation.report
+        if report.finish_reason is None:
+            # The reply was over before the generation was.
+            report.finish_reason, report.peak_rss_bytes = "stop", peak_rss_bytes()
+        yield from reader.finish("length" if report.finish_reason == "length" else "stop")
 
 
 class PreparedModel:
@@ -167,6 +204,63 @@ class Model:
         )
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return iter(self.start(ids, params))
+
+    def render(
+        self,
+        messages: Messages,
+        tools: Messages | None = None,
+        *,
+        effort: str | None = None,
+        tool_choice: object = None,
+        response_format: object = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The token ids of a conversation, up to the begin of the reply; see `Conversation.of` for the settings.
+
+        Raises:
+            ConversationError: the conversation can't be rendered; a `UsageError` whose `field` says where.
+            TokenizerError: the checkpoint has no tokenizer.
+        """
+        conversation = Conversation.of(messages, tools, effort, tool_choice, response_format)
+        return encode_segments(self.tokenizer, conversation.segments(add_generation_prompt))
+
+    def chat(
+        self,
+        messages: Messages,
+        tools: Messages | None = None,
+        *,
+        effort: str | None = None,
+        tool_choice: object = None,
+        response_format: object = None,
+        max_new_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_p: float = 0.95,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: str | SequenceOf[str] | None = None,
+    ) -> Answer:
+        """Answer a conversation; reasoning, content and tool calls come as they are made.
+
+        `tool_choice` and `response_format` are told to the model, which is not held to them. `stop` strings end the
+        content and are not looked for elsewhere. `max_new_tokens` counts all tokens of the reply; None is as many as
+        the context has room for.
+
+        Raises:
+            UsageError: the conversation can't be rendered (a `ConversationError`), a parameter is out of its range,
+                or the prompt doesn't fit; raised at the call.
+            TokenizerError: the checkpoint has no tokenizer.
+            InvalidGenerationError: while iterating; the ids so far must not be used.
+        """
+        conversation = Conversation.of(messages, tools, effort, tool_choice, response_format)
+        reader = ReplyReader(self.tokenizer, conversation.thinking, () if stop is None else stop)
+        params = GenerationParams(
+            max_new_tokens=self.engine.context if max_new_tokens is None else max_new_tokens,
+            sampling=SamplingParams(temperature, top_p, top_k, seed),
+            stop_ids=self.stop_ids,
+            chunk=self.plan.chunk,
+        )
+        ids = encode_segments(self.tokenizer, conversation.segments())
+        return Answer(self.start(ids, params), reader, self.stop_ids)
 
     def start(
         self, ids: SequenceOf[int], params: GenerationParams, on_prompt: RowsDone = lambda *_: None

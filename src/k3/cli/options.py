@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 from collections.abc import Callable
@@ -203,6 +204,18 @@ def text_of_file(value: str) -> str:
         ) from None
     except OSError as error:
         raise UsageError(f"{value}: {error.strerror}. Name a readable file with the text.") from error
+
+
+def json_of_file(value: str) -> object:
+    """The value that a JSON file holds.
+
+    Raises:
+        UsageError: there is no such file, or it is not JSON in UTF-8.
+    """
+    try:
+        return json.loads(text_of_file(value))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{value}: the file is not JSON: {error}.") from None
 
 
 def token_ids(value: str) -> list[int]:
