@@ -46,6 +46,12 @@ class MachineError(K3Error):
     exit_code = 2
 
 
+class StateFileError(K3Error):
+    """A state file is foreign, damaged, cut off or from a newer version, or the state can't be saved as it is."""
+
+    exit_code = 2
+
+
 class InterruptedRunError(K3Error):
     """The user stopped the run."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from k3.engine.costs import Costs
 from k3.engine.sequence import Sequence
+from k3.engine.states.file import IdentityOf, StateFile
 from k3.engine.tracing import RecordedExperts
 from k3.errors import K3Error, NonFiniteError, UsageError
 from k3.kernels import F32Array, Kernels
@@ -33,19 +35,34 @@ class Engine:
         experts: ExpertSource,
         context: int,
         costs: Callable[[], Costs],
+        identity: IdentityOf,
     ) -> None:
         self.ops = ops
         self.config = transformer.config
         self.context = context
         self.costs = costs
         """Totals of what the steps cost since the engine was loaded."""
+        self.identity = identity
+        """Gives what state files name as their model."""
         self._transformer = transformer
         self._experts = experts
         self._recorder: TraceRecorder | None = None
 
     def new_sequence(self) -> Sequence:
         """A sequence that has seen nothing."""
-        return Sequence(self.config, len(self._transformer), self.context)
+        return Sequence(self.config, len(self._transformer), self.context, self.identity)
+
+    def load_sequence(self, path: str | Path) -> Sequence:
+        """The sequence that `Sequence.save` wrote to a file.
+
+        Raises:
+            StateFileError: the file is foreign, damaged, cut off or from a newer version.
+            UsageError: it has more tokens than the context has room for.
+        """
+        sequence = self.new_sequence()
+        with StateFile(Path(path), self.identity()) as file:
+            sequence.fill(file)
+        return sequence
 
     def record_routing(self, recorder: TraceRecorder) -> None:
         """Note the experts of every step from now on; one in which a sequence failed is left out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from k3.engine.costs import Costs
 from k3.engine.engine import Engine
 from k3.engine.machine import group_memory, memory_limit
 from k3.engine.plan import MemoryPlan, MemoryRequest, Needs, plan_memory
+from k3.engine.states.file import IdentityOf
+from k3.engine.states.identity import ModelIdentity
 from k3.engine.trunk import TrunkMatrix, packed_matrices, plain_matrices
 from k3.engine.weights import RoutedExperts, Trunk
 from k3.errors import UsageError
@@ -114,6 +117,7 @@ class PreparedEngine:
     ops: Kernels
     plan: MemoryPlan
     direct: bool
+    identity: IdentityOf
 
 
 def prepare_engine(model_dir: Path, options: LoadOptions) -> PreparedEngine:
@@ -126,7 +130,8 @@ def prepare_engine(model_dir: Path, options: LoadOptions) -> PreparedEngine:
     bound = bind_checkpoint(model_dir, options)
     ops = Kernels(options.threads, options.isa)
     plan = plan_memory(bound.needs, options.memory, memory_limit(options.memory.total, group_memory()))
-    return PreparedEngine(bound, ops, plan, options.direct)
+    identity = cache(partial(ModelIdentity.of, model_dir, bound.layout, options.config))
+    return PreparedEngine(bound, ops, plan, options.direct, identity)
 
 
 def load_engine(prepared: PreparedEngine, events: LoadEvents) -> LoadedEngine:
@@ -143,26 +148,27 @@ def load_engine(prepared: PreparedEngine, events: LoadEvents) -> LoadedEngine:
         stream = WeightStream(reader, stored, plan.pinned, plan.ring_bytes, events.on_bytes)
         trunk = Trunk(bound.layout, bound.matrices, stream, reader)
         transformer = Transformer(bound.config, trunk, bound.layers)
-        cache = _expert_cache(bound, plan, reader, events.on_bytes)
-        experts: ExpertSource = RoutedExperts(cache)
+        kept = _expert_cache(bound, plan, reader, events.on_bytes)
+        experts: ExpertSource = RoutedExperts(kept)
     except BaseException:
         reader.close()
         raise
 
     def costs() -> Costs:
-        counts = cache.counts
+        counts = kept.counts
         return Costs(
             reader.bytes_read(),
             reader.padding_bytes(),
             counts.requests,
             counts.resident_hits,
             trunk.wait_seconds,
-            cache.wait_seconds,
+            kept.wait_seconds,
             reader.delivered_bytes(),
             reader.busy_seconds(),
         )
 
-    return LoadedEngine(Engine(prepared.ops, transformer, experts, plan.context, costs), reader)
+    engine = Engine(prepared.ops, transformer, experts, plan.context, costs, prepared.identity)
+    return LoadedEngine(engine, reader)
 
 
 def read_config(model_dir: Path, config: Path | None = None) -> ModelConfig:
@@ -189,10 +195,10 @@ def _check(options: LoadOptions, config: ModelConfig) -> None:
 def _expert_cache(bound: Bound, plan: MemoryPlan, reader: Reader, progress: Progress) -> ExpertCache:
     """The expert cache; filled at once where it has room for every expert."""
     policy = RankRecency(plan.expert_slots, bound.layout.moe_layers)
-    cache = ExpertCache(reader, bound.layout, policy, max(1, plan.arrivals))
+    kept = ExpertCache(reader, bound.layout, policy, max(1, plan.arrivals))
     if plan.expert_slots == bound.needs.experts:
-        cache.load_all(progress)
-    return cache
+        kept.load_all(progress)
+    return kept
 
 
 def _small_bytes(layout: Layout) -> int:

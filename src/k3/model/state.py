@@ -35,6 +35,20 @@ class KdaState:
             np.zeros(tail, np.float32),
         )
 
+    @property
+    def arrays(self) -> tuple[F32Array, ...]:
+        """All that the state is, in the order of the fields."""
+        return self.recurrent, self.q_tail, self.k_tail, self.v_tail
+
+    def copy(self) -> KdaState:
+        """The same state in memory of its own."""
+        return KdaState(*(array.copy() for array in self.arrays))
+
+    def assign(self, other: KdaState) -> None:
+        """Take over the values of `other`."""
+        for mine, theirs in zip(self.arrays, other.arrays, strict=True):
+            mine[...] = theirs
+
     @staticmethod
     def nbytes(config: ModelConfig) -> int:
         """Bytes of one layer's state."""
@@ -62,6 +76,15 @@ class MlaCache:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def rows(self) -> F32Array:
+        """All rows so far (a view)."""
+        return self._rows[: self._length]
+
+    def resize(self, length: int) -> None:
+        """Count `length` rows as there: fewer than before drops the last ones, the values of more are to be set."""
+        self._length = length
 
     def append(self, latent: F32Array, rope: F32Array) -> F32Array:
         """Store new positions; returns all rows so far, the new ones last (a view)."""

@@ -1,0 +1,1 @@
+"""States that outlive a step: kept aside in memory, or in a file."""
